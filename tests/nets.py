@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import nwise
 from nwise.heads import OnFirstOutput
 from nwise.network.carrying import carry
 from nwise.network.layers import Embedding, TransformerBlock, vocabulary
@@ -202,3 +204,23 @@ def some_without_parameters(num_stages: int) -> Net:
 ZOO = {
     make.__name__: make for make in (perceptron, convolutional, tuples, names, unet, tokens, some_without_parameters)
 }
+
+
+X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def three(strategy: str | nwise.Strategy, heads: bool = True, **options: Any) -> nwise.Pipeline:
+    sides = [nn.Linear(8, 3), nn.Linear(8, 3)] if heads else None
+    return nwise.Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)], sides, strategy=strategy, **options)
+
+
+def train(pipe: nwise.Pipeline, steps: int) -> list[list[int]]:
+    """Ages of the parameters in every step."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    ages = []
+    for _ in range(steps):
+        pipe.step(X, target=Y)
+        ages.append(pipe.staleness.flatten().tolist())
+        optimizer.step()
+        optimizer.zero_grad()
+    return ages

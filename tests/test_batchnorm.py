@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import nwise
+from nets import X, Y
 
 
 def stages() -> list[nn.Module]:
@@ -126,3 +127,62 @@ def test_batch_norms_in_a_list_that_learn_or_should_be_deferred_are_refused(m: i
         pipe.step(torch.randn(8, 4), target=torch.arange(8) % 4)
     with pytest.raises(ValueError, match="to defer should be registered.*Found BatchNorm1d in a plain attribute"):
         nwise.defer_batchnorm(learns)
+
+
+@pytest.mark.filterwarnings("ignore:With 3 micro-batches")
+def test_defer_batchnorm_keeps_shared_norm_shared() -> None:
+    norm = nn.BatchNorm1d(8)
+    stage = nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh(), norm, nn.Sequential(nn.Linear(8, 8), norm))
+    pipe = nwise.Pipeline([stage, nn.Linear(8, 3)], None, strategy="end-to-end", num_microbatches=3)
+    nwise.defer_batchnorm(pipe)
+    assert stage[1] is stage[3] is stage[4][1]  # type: ignore[index]
+    pipe.step(X, target=Y)
+    assert int(stage[1].num_batches_tracked) == 1
+
+
+@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
+def test_deferred_batchnorm_sums_are_float64_and_reset() -> None:
+    """Regression: in bf16 the difference of two large sums gave a variance of 0.9 instead of 1.1."""
+    norm = nn.BatchNorm1d(8)
+    pipe = nwise.Pipeline([nn.Sequential(norm), nn.Linear(8, 3)], None, strategy="end-to-end", num_microbatches=2)
+    nwise.defer_batchnorm(pipe)
+    deferred = pipe.stages[0][0]  # type: ignore[index]
+    pipe.bfloat16()
+    assert deferred._sums.dtype == torch.float64
+    pipe.float()
+    with pytest.raises(IndexError):
+        pipe.step(X, target=torch.tensor([0, 1, 2, 0, 1, 99]))
+    pipe(100 * X)  # inference in training mode
+    before = deferred.running_mean.clone()
+    pipe.step(X, target=Y)
+    torch.testing.assert_close(deferred.running_mean, before.lerp(X.mean(0), 0.1))
+
+
+class ActNorm(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+def test_deferring_keeps_what_a_batch_norm_does() -> None:
+    """A subclass lost its activation, and any batch norm its hooks."""
+    with pytest.raises(ValueError, match="the forward of torch's batch norm. Found ActNorm, which has its own"):
+        nwise.defer_batchnorm(nn.Sequential(ActNorm(3)))
+    norm, calls = nn.BatchNorm1d(3), []
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    nwise.defer_batchnorm(nn.Sequential(norm))(torch.randn(4, 3))
+    assert calls == [1]
+
+
+def test_batch_norm_warning_when_m_rises() -> None:
+    pipe = nwise.Pipeline([nn.BatchNorm1d(2), nn.Linear(2, 2)], None, strategy="end-to-end")
+    with pytest.warns(UserWarning, match="With 2 micro-batches, batch norm") as seen:
+        pipe.num_microbatches = 2
+    assert [w.filename for w in seen] == [__file__]
+    for fewer in (2, 1):
+        pipe.num_microbatches = fewer  # without a warning
+
+
+def test_synchronised_batch_norm_is_not_deferred() -> None:
+    """It became one that no longer synchronises, without a word."""
+    with pytest.raises(ValueError, match="Found SyncBatchNorm, which has its own"):
+        nwise.defer_batchnorm(nn.Sequential(nn.SyncBatchNorm(3)))

@@ -23,7 +23,7 @@ from nwise.app.recipes import Adam, Sgd
 from nwise.app.training import CheckpointPolicy
 from nwise.app.training.optimizers import make_optimizer as optimizer_of
 from nwise.app.training.saver import Saver
-from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files
+from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files, save_tensors
 from nwise.network.chain import Chain
 from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
@@ -657,3 +657,8 @@ def test_save_module_state_without_tensors_raises(tmp_path: Path) -> None:
     pipe = nwise.Pipeline([Extra(WIDTH, 4)], strategy="end-to-end")
     with pytest.raises(TypeError, match=r"should consist of tensors to be saved. Found 'model._extra_state', a dict"):
         Checkpoints(tmp_path, pipe).save()
+
+
+def test_shared_memory_can_be_saved(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    save_tensors({"a": weight, "b": weight}, tmp_path / "w.safetensors")

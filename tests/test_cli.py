@@ -414,7 +414,7 @@ def test_damaged_run_folder_error_names_the_file(
 
 
 def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "nwise", "train", "--epochs", "500"]
+    command = [sys.executable, "-m", "nwise", "train", "--epochs", "500", "--log-every", "1"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     metrics = tmp_path / "runs" / "digits-2-wise-001" / "metrics.jsonl"

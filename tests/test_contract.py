@@ -80,17 +80,17 @@ def distinct(stages: Iterable[int]) -> list[tuple[str, int]]:
     return list(cases.values())
 
 
-# All sizes on one network, and all networks at one size: what a network is made of does not depend on the matrix.
+# All sizes on one network, and all networks at one size: what a network is made of does not depend on the matrix. At that size
+# the perceptron has every M; elsewhere every two of network or size, strategy and M meet.
 CASES = [
     ("perceptron", strategy, size, m)
     for strategy, size in distinct(range(1, 7))
-    for m in ((1, 2, 3) if size == 4 else (1, 3))
+    for m in ((1, 2, 3) if size == 4 else (3 if size % 2 else 1,))
 ]
 CASES += [
-    (name, strategy, 4, m)
-    for name in set(ZOO) - {"perceptron"}
-    for strategy, _ in distinct([4])
-    for m in ((3,) if name in ("names", "unet") else (1, 3))
+    (name, strategy, 4, 3 if name in ("names", "unet") else (1, 3)[(i + j) % 2])
+    for i, name in enumerate(sorted(set(ZOO) - {"perceptron"}))
+    for j, (strategy, _) in enumerate(distinct([4]))
 ]
 
 
@@ -253,8 +253,7 @@ SPOILT = [float("nan"), float("inf"), 1e4]
 
 
 @pytest.mark.filterwarnings("ignore:`n = ", "ignore:The loss of stage")
-@pytest.mark.parametrize("num_stages", [4, 6])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "num_stages"), distinct((4, 6)))
 def test_zero_credit_isolates_stage_bitwise(strategy: str, num_stages: int) -> None:
     """Whatever becomes of a loss: stages without credit for it learn what they would have learnt, to the last bit.
 
@@ -271,18 +270,21 @@ def test_zero_credit_of_custom_matrix_isolates_stage_bitwise(matrix: Matrix) -> 
     check_zeros(perceptron(len(matrix)), nwise.Credit(matrix))
 
 
-def scaled(loss_fn: Any, factor: float, output: Tensor, target: Tensor) -> Tensor:
-    return factor * loss_fn(output, target)
+def scaled(loss_fn: Any, factors: list[float], loss: int, output: Tensor, target: Tensor) -> Tensor:
+    return factors[loss] * loss_fn(output, target)
 
 
 def check_zeros(net: Net, strategy: nwise.Strategy) -> None:
     x, y = net.draw(6)
     size = len(net.stages)
+    factors = [1.0] * size
+    losses = [partial(scaled, net.loss_fn, factors, j) for j in range(size)]
+    pipe = pipeline(dataclasses.replace(net, loss_fn=losses), strategy)  # type: ignore[arg-type]
 
     def stage_gradients(loss: int, factor: float) -> list[list[Tensor]]:
-        losses = [partial(scaled, net.loss_fn, factor if j == loss else 1.0) for j in range(size)]
-        pipe = pipeline(dataclasses.replace(net, loss_fn=losses), strategy)  # type: ignore[arg-type]
+        factors[:] = [factor if j == loss else 1.0 for j in range(size)]
         pipe.zero_grad()
+        pipe.steps = 0  # the same turn
         with torch.autocast("cpu", torch.bfloat16):
             pipe.step(x, target=y)
         return [[p.grad.clone() for p in stage.parameters() if p.grad is not None] for stage in pipe.stages]

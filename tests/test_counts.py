@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
+from nets import three
 from nwise.flow import find_flow
 from nwise.graph import add_gradients
 from nwise.schedule.actions import Action, Kind
@@ -171,3 +173,38 @@ def test_running_statistics_move_once_per_micro_batch() -> None:
         pipe.step(torch.randn(9, WIDTH))
         after = int(norm.num_batches_tracked), int(head.num_batches_tracked)  # type: ignore[arg-type]
         assert (after[0] - before[0], after[1] - before[1]) == (3, 3)
+
+
+@dataclass
+class Masked:
+    """A mean over the targets that are there; constant if there are none."""
+
+    scale: float = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        there = ~target.isnan()
+        return self.scale * (output - target)[there].square().mean() if there.any() else torch.zeros(())
+
+    def count(self, target: Tensor) -> int:
+        return int((~target.isnan()).sum())
+
+
+def test_loss_of_a_dataclass_that_is_constant_where_nothing_counts() -> None:
+    """A micro-batch of weight 0 was refused, and a loss without a hash raised a TypeError."""
+    target = torch.randn(4, 2)
+    target[2:] = float("nan")
+    pipe = nwise.Pipeline([nn.Linear(3, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], Masked(), "local", 2)
+    assert torch.isfinite(pipe.step(torch.randn(4, 3), target=target)).all()
+
+
+def test_loss_without_a_counted_term_has_not_diverged() -> None:
+    """With all targets of its micro-batches ignored, a loss was nan, and the warning advised a lower rate."""
+    target = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    pipe = three("rotating-2-microbatch", num_microbatches=4)
+    target[[0, 1, 4, 5]] = -100
+    losses = pipe.step(torch.linspace(-1, 1, 64).view(8, 8), target=target)
+    assert losses.isnan().any()
+    assert losses.diverged == ()
+    pipe.num_microbatches = 2  # with a single micro-batch it was 0
+    assert pipe.step(torch.ones(8, 8), target=torch.tensor([-100] * 4 + [0] * 4)).isnan().any()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in pipe.parameters())

@@ -26,6 +26,7 @@ from nwise.app.data import (
     make_streams,
     sources,
 )
+from nwise.app.data.images import _decode
 from nwise.app.data.order import permutation, steps_per_epoch
 from nwise.app.data.sources import tables
 from nwise.app.data.text import standard_library
@@ -634,3 +635,36 @@ def test_real_one_billion_word(shared_data: Path) -> None:
     train, test = load_text("lm1b", sentences=True)
     assert (len(train), len(test)) == (12216, 12105)
     assert sum(len(line.split()) for line in train) == 310490
+
+
+def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
+    """Regression: labels were indices into each folder's own classes."""
+    pytest.importorskip("datasets", reason="needs the extra 'data'")
+    from PIL import Image
+
+    from nwise.app.data import load_images
+
+    for split, classes in (("train", ("bird", "cat", "dog")), ("test", ("cat", "dog"))):
+        for name in classes:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / split / name / "0.png")
+    train_images, test_images = load_images(str(tmp_path))
+    assert train_images.classes == ("bird", "cat", "dog")
+    assert test_images.labels.tolist() == [1, 2]
+
+
+def test_warning_of_pillow_does_not_spoil_an_image(tmp_path: Path) -> None:
+    """Photos with damaged EXIF data, of which ImageNet has some, were called unreadable."""
+    picture, facts = Image.new("RGB", (4, 4), (9, 9, 9)), Image.Exif()
+    facts[0x010E] = "x" * 40
+    picture.save(tmp_path / "photo.jpg", exif=facts.tobytes()[:-20])
+    with pytest.warns(UserWarning, match="Truncated File Read"):
+        assert _decode({"bytes": (tmp_path / "photo.jpg").read_bytes()}, "row 0").shape == (3, 4, 4)
+
+
+def test_numbers_are_no_text(tmp_path: Path) -> None:
+    """A column of numbers called `text` ended in a traceback."""
+    for split in ("train", "heldout"):
+        datasets.Dataset.from_dict({"text": [1, 2, 3]}).to_parquet(str(tmp_path / f"{split}.parquet"))
+    with pytest.raises(ValueError, match=r"row 0, should hold a text. Found 1; remove the row\."):
+        load_text(str(tmp_path))

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 import nwise
-from nets import perceptron
+from nets import X, Y, perceptron, three, train
 from nwise.flow import Flow, find_flow
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule import Costs, best
@@ -433,3 +434,109 @@ def test_fully_sharded_stages_are_refused() -> None:
         ValueError, match=r"should exchange nothing .* Found `fully_shard` in `stages\[0\]`; pass the plain"
     ):
         nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise")
+
+
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
+def test_hogwild_thawed_stage_becomes_stale() -> None:
+    pipe = three("hogwild", heads=False)
+    pipe.stages[0].requires_grad_(False)
+    assert train(pipe, 4)[-1] == [0, 2, 0]
+    pipe.stages[0].requires_grad_(True)
+    assert train(pipe, 5)[-1] == [4, 2, 0]
+    pipe.stages[0].requires_grad_(False)
+    pipe.step(X, target=Y)
+    assert all(p.grad is None for p in pipe.stages[0].parameters())
+
+
+def test_hogwild_frozen_parameter_gets_no_late_gradient() -> None:
+    """Its forward came before it was frozen, so the version of that forward still has a gradient."""
+    pipe = three("hogwild", heads=False)
+    train(pipe, 4)
+    weight, bias = pipe.stages[0].parameters()
+    weight.requires_grad_(False)
+    pipe.step(X, target=Y)
+    assert weight.grad is None
+    assert bias.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
+def test_hogwild_replaced_stage_has_no_history() -> None:
+    """Regression: the new module always ran with the old one's parameters."""
+    pipe = three("hogwild", heads=False)
+    train(pipe, 5)
+    pipe.stages[0] = nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in pipe.stages[0].parameters():
+            parameter.zero_()
+    seen: list[Tensor] = []
+    pipe.stages[0].register_forward_hook(lambda module, inputs, output: seen.append(output.detach().clone()))
+    pipe.step(X, target=Y)
+    assert not seen[0].any()
+
+
+def test_copied_pipeline_starts_without_late_gradients() -> None:
+    pipe = three("hogwild", heads=False)
+    train(pipe, 4)
+    twin = copy.deepcopy(pipe)
+    assert not twin.drain()
+    assert train(twin, 1) == train(pipe, 1) == [[4, 2, 0]]
+    assert [pipe.drain() for _ in range(5)] == [True, True, True, True, False]
+
+
+def test_late_gradients_survive_updates_through_data() -> None:
+    """Regression: an optimizer that writes to `parameter.data` leaves torch's counters unchanged."""
+    pipe, twin = three("hogwild", heads=False, seed=0), three("hogwild", heads=False, seed=0)
+    twin.load_state_dict(pipe.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(5):
+        assert torch.equal(pipe.step(X, target=Y).nan_to_num(), twin.step(X, target=Y).nan_to_num())
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", ["phase", "cast", "load", "stage", "micro-batches"])
+def test_late_gradients_are_dropped_by_changes(change: str) -> None:
+    """Gradients of another strategy, kind, or network are not due any more."""
+    pipe = three("hogwild", heads=False)
+    train(pipe, 4)
+
+    def step() -> None:
+        if change == "cast":
+            pipe.double()
+        elif change == "load":
+            pipe.load_state_dict(pipe.state_dict())
+        elif change == "stage":
+            pipe.stages[0] = nn.Linear(8, 8)
+        elif change == "micro-batches":
+            pipe.num_microbatches = 2
+        elif change == "phase":
+            pipe.strategy = "end-to-end"
+        pipe.step(X.double() if change == "cast" else X, target=Y)
+
+    with pytest.warns(UserWarning, match="with gradients still due, lost now"):
+        step()
+    late = [p.grad is None for p in pipe.stages[0].parameters()]
+    assert late == [change != "phase"] * 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_batches_under_a_delay_may_reuse_their_memory(recompute: bool) -> None:
+    """The late gradient was that of the later values, or torch raised an error of changed memory."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 3)]
+    x, y = torch.randn(2, 6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    pipe = nwise.Pipeline(stages, None, strategy="end-to-end-delay-1", recompute=recompute)
+    memory = x[0].clone()
+    for batch in x:
+        memory.copy_(batch)
+        pipe.step(memory, target=y)
+    expected = torch.autograd.grad(
+        functional.cross_entropy(stages[1](stages[0](x[0])), y), list(stages[0].parameters())
+    )
+    for p, gradient in zip(stages[0].parameters(), expected, strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, gradient)

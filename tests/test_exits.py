@@ -376,3 +376,22 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
         assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
         EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")
+
+
+def test_every_sample_leaves_at_the_end_even_with_a_confidence_of_nan() -> None:
+    """Regression: nan is not at least 0, so the shares of the samples that leave did not add up to 1."""
+    from nwise.app.training.calibrate import Seen, Work, outcome
+
+    seen = Seen(
+        (0, 1), torch.tensor([[0.9, 0.9], [torch.nan, torch.nan]]), torch.tensor([[True, True], [False, False]])
+    )
+    assert outcome(seen, Work([50, 50], {0: 10}), {0: 0.8}).leaving == (0.5, 0.5)
+
+
+def test_confidence_that_is_no_number_turns_no_exit_off() -> None:
+    seen = Seen(
+        (0, 1), torch.rand(100, 2, generator=torch.Generator().manual_seed(0)), torch.ones(100, 2, dtype=torch.bool)
+    )
+    expected = calibrate(seen, Work([1, 1], {0: 0}), 0.5)
+    seen.confidence[0, 0] = torch.nan
+    assert expected.keys() == calibrate(seen, Work([1, 1], {0: 0}), 0.5).keys() == {0}

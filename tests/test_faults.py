@@ -34,7 +34,7 @@ from ranks.common import batches
 TINY = dataclasses.replace(
     recipe("digits"), model=Mlp(width=16), max_steps=12, batch_size=32, strategy="2-wise", eval_every=0.1, log_every=1
 )
-OPTIONS = ["--max-steps", "12", "--batch-size", "32", "--eval-every", "0.1", "--log-every", "1"]
+OPTIONS = ["--max-steps", "12", "--batch-size", "32", "--eval-every", "0.1", "--log-every", "1", "--filters", "4"]
 ALWAYS = CheckpointPolicy(checkpoint_every=4, keep=99)
 
 
@@ -326,7 +326,22 @@ def until(found: Any, seconds: float = 60) -> None:
 
 def test_signal_stops_a_resumable_run(tmp_path: Path, start: Start) -> None:
     """A scheduler's signal; `tests/test_cli.py` sends that of Ctrl-C, which has the same handler."""
-    process = start(["-m", "nwise", "train", "digits", "--runs", str(tmp_path), "--epochs", "1000", "--log-every", "1"])
+    process = start(
+        [
+            "-m",
+            "nwise",
+            "train",
+            "digits",
+            "--runs",
+            str(tmp_path),
+            "--epochs",
+            "1000",
+            "--log-every",
+            "1",
+            "--filters",
+            "4",
+        ]
+    )
     until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
@@ -358,7 +373,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
         lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl")),
     )
     arguments = ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--runs", str(runs)]
-    done = forked(2, [*arguments, "--epochs", "1000", "--log-every", "1"], tmp_path)
+    done = forked(2, [*arguments, "--epochs", "1000", "--log-every", "1", "--filters", "4"], tmp_path)
     killer.join()
     (folder,) = runs.iterdir()
     assert "as requested. Resume with `nwise train --resume" in done.stderr
@@ -533,17 +548,14 @@ def test_live_tensor_count_is_constant_over_steps() -> None:
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
     gc.freeze()  # millions of objects of other tests, which would be looked through at every step
-    try:
-        pipe = broken("2-wise", 0, set())
-        update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-        counts = []
-        for x, y in batches(5):
-            pipe.step(x, target=y)
-            update.step()
-            update.zero_grad()
-            counts.append(alive())
-    finally:
-        gc.unfreeze()
+    pipe = broken("2-wise", 0, set())
+    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    counts = []
+    for x, y in batches(5):
+        pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+        counts.append(alive())
     assert len(set(counts[1:])) == 1
     assert counts[1] > 10, "the tensors of the pipeline are counted"
 

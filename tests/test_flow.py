@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def mixes(cotangent: Cotangent, above: list[set[int]], k: int) -> set[int]:
     return set().union({k} if cotangent.own else set(), *(above[p] for p in cotangent.needed))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(matrices())
 def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
     flow = find_flow(torch.from_numpy(matrix))
@@ -115,7 +116,7 @@ def test_every_credit_has_a_flow_that_is_exact(kind: str, dtype: torch.dtype) ->
     Rounding decided whether a column can be combined, and two neighbouring boundaries could disagree about it. Small numbers of
     columns with large ones could also be lost without a word.
     """
-    for seed in range(12):
+    for seed in range(8):
         numbers = np.random.default_rng(seed)
         size = int(numbers.integers(2, 11))
         made = torch.from_numpy(np.tril(ODD[kind](numbers, size))).to(dtype)
@@ -179,7 +180,7 @@ def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
     assert len(flow.stages[3].messages) == 3 == np.linalg.matrix_rank(matrix[3:, :3]) + 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(matrices())
 def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
     """Not even one that cancels: 0 times infinity is not 0, and a difference keeps the rounding of what it subtracts.
@@ -193,7 +194,7 @@ def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
             assert mixes(stage.weights, above[k + 1], k) == set(np.flatnonzero(matrix[:, k]).tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(matrices())
 def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> None:
     """Messages for a column that ends at loss j contain only losses up to j."""
@@ -205,7 +206,7 @@ def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> N
             assert max(used, default=k) <= cotangent.far
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(matrices(), st.integers(1, 3))
 def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
     flow = find_flow(torch.from_numpy(matrix))
@@ -293,3 +294,34 @@ def test_of_as_few_messages_the_mixtures_share_more_passes() -> None:
     matrix[3, :4], matrix[4, :4] = (-1, 1, 1, -1), (2, 0, 0, 0.5)
     flow = find_flow(torch.from_numpy(matrix))
     assert (sum(flow.messages), sum(stage.passes for stage in flow.stages)) == (6, 9)
+
+
+@pytest.mark.parametrize("num_stages", [3, 6, 8, 12, 16])
+@pytest.mark.parametrize("kind", ["geometric", "power", "gaussian", "wild"])
+def test_credit_of_extreme_magnitudes_stays_accurate(kind: str, num_stages: int) -> None:
+    """Regression: fading credit failed an assertion, or lost digits by multiplying messages by 1e10."""
+    distance = np.arange(num_stages)[:, None] - np.arange(num_stages)[None, :]
+    random = np.random.default_rng(num_stages)
+    matrix = np.tril(
+        {
+            "geometric": 1e-3 ** np.maximum(distance, 0.0),
+            "power": 1.0 / (1.0 + np.maximum(distance, 0)) ** 6,
+            "gaussian": np.exp(-2.0 * distance**2.0),
+            "wild": 10.0 ** random.uniform(-10, 4, (num_stages, num_stages)),
+        }[kind]
+    )
+    flow = find_flow(torch.from_numpy(matrix))
+    above: list[np.ndarray[Any, Any]] = []
+    for k in reversed(range(num_stages)):
+        stage = flow.stages[k]
+        contents = []
+        for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
+            vector = np.zeros(num_stages)
+            vector[k] = cotangent.own
+            for weight, message in zip(cotangent.received, above, strict=True):
+                vector += weight * message
+            contents.append(vector)
+        np.testing.assert_allclose(contents[-1], matrix[:, k], rtol=1e-9, atol=1e-11 * matrix[:, k].max())
+        above = contents[: len(stage.messages)]
+    if kind == "geometric":
+        assert set(flow.messages) == {1}

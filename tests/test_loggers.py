@@ -24,7 +24,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
 
 
-TRAIN = ["train", "digits", "--max-steps", "24", "--log-every", "8", "--log-to"]
+TRAIN = ["train", "digits", "--max-steps", "24", "--log-every", "8", "--filters", "4", "--log-to"]
 
 
 def train(name: str) -> dict[tuple[str, int], float]:

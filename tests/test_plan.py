@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.methods import Methods, time_methods
 from nwise.schedule.partitions import Piece, partition, stage_costs
-from nwise.schedule.placement import balanced
+from nwise.schedule.placement import balanced, make_placement
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
@@ -99,13 +100,13 @@ def test_plan_treats_full_window_as_end_to_end() -> None:
 
 def test_plan_skips_options_beyond_memory() -> None:
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
-    few = (1, 16)  # more take seconds
-    found = transformer(8, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
+    few = (1, 8)  # more take seconds
+    found = transformer(4, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
     assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
     assert found.skipped.keys() == {"gpipe"}
     assert found.skipped["gpipe"] == 90
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a rank for .*. Found 11"):
-        transformer(8, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 20 bytes a rank for .*. Found 11"):
+        transformer(4, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
     assert "No end-to-end" in verdict(Methods(POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
         time_methods(lambda flows, m: TRANSFORMER, 4, microbatches=())
@@ -114,7 +115,7 @@ def test_plan_skips_options_beyond_memory() -> None:
 # Cutting --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
 def test_partition_is_optimal(seed: int, strategy: str) -> None:
     numbers = random.Random(seed)
@@ -380,3 +381,12 @@ def test_costs_as_text(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
             parse_costs(str(file))
+
+
+def test_memory_by_rank_and_numbers_of_micro_batches_are_checked() -> None:
+    costs = Costs(1, 0.5, 1, 1)
+    with pytest.raises(ValueError, match=r"`memory` should be one number, or one for each of 4 ranks. Found \[3.0"):
+        baseline("1f1b", num_stages=4, num_microbatches=4, costs=costs, memory=[3.0, 3.0, 3.0])
+    with pytest.raises(ValueError, match=r"`microbatches` should be an integer of at least 1. Found 0"):
+        time_methods(lambda flows, m: costs, 4, microbatches=(0,))
+    assert make_placement(list(np.array([0, 1, 1])), 3, 2) == (0, 1, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,20 @@ import torch
 from rich.console import Console
 
 import nwise
+from nwise.app.cli.output import Output
+from nwise.app.cli.report import _print_comparison
 from nwise.app.recipes import ImageSource, recipe
-from nwise.app.report.charts import gantt
+from nwise.app.report.charts import gantt, utilisation
 from nwise.app.report.display import LiveDisplay, PlainDisplay, display_for
 from nwise.app.report.figures import Curve, compare_figure, flow_figure
 from nwise.app.report.forecast import Forecast
-from nwise.app.report.grid import Picture
+from nwise.app.report.grid import Picture, row_names
+from nwise.app.report.measured import Comparison
 from nwise.app.training import Score, Scores, Trainer
-from nwise.schedule import Costs, best
+from nwise.app.training.timeline import load
+from nwise.schedule import Costs, best, simulate
+from nwise.schedule.actions import Action, Kind
+from nwise.schedule.costs import PAPER
 
 
 def shown(terminal: bool, strategy: str) -> str:
@@ -149,3 +156,45 @@ def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
     passes = [sum(timed.schedule.passes[batch % turns].values()) for batch in range(2)]
     later = [shape for kind, shapes in by_kind.items() if kind != "F" for shape in shapes]
     assert [later.count(""), later.count("/")] == passes
+
+
+def test_measured_run_is_compared_with_its_prediction() -> None:
+    """The measured times are simulated, plus one delay that the prediction does not know."""
+    costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=2.0, chain_share=0.0)
+    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs).schedule
+    line = simulate(schedule, costs, cycles=6)
+    stages: list[list[tuple[int, Action, float, float]]] = [[] for _ in range(3)]
+    for e in line.events:
+        late = 1e-3 if e.action.kind is Kind.WEIGHT_GRAD and e.action.stage == 1 else 0.0
+        stages[e.action.stage].append((e.cycle, e.action, e.start / 1e3 + late, e.end / 1e3 + late))
+    found = Comparison(schedule, stages, [])
+    assert found.costs.per_stage("forward", 3) == pytest.approx((2, 2, 2))
+    assert found.costs.per_stage("input_grad", 3)[1] == pytest.approx(3)
+    assert found.period == pytest.approx(line.period)
+    assert found.predicted.period == pytest.approx(line.period)
+    worst = found.deviations(1)[0]
+    assert str(worst.action) == "W1(0)"
+    assert worst.measured - worst.predicted == pytest.approx(1)
+
+
+def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
+    """They were called stage 0, 1 and so on in the page and the table of a report."""
+    schedule = best("2-wise", num_stages=4, num_microbatches=1, costs=PAPER, placement=[0, 0, 0, 1]).schedule
+    ranks: list[list[tuple[int, Action, float, float]]] = [[], []]
+    for e in simulate(schedule, PAPER, cycles=6).events:
+        ranks[schedule.placement[e.action.stage]].append((e.cycle, e.action, e.start, e.end))
+    found = Comparison(schedule, ranks, [{"measured": [8, 8], "predicted": [8, 8]}] * 2)
+    chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})
+    assert chart["data"][0]["x"] == ["rank 0", "rank 1"]
+    console = Output(file=io.StringIO(), width=120)
+    _print_comparison(console, types.SimpleNamespace(title="run", run=types.SimpleNamespace(folder=Path())), found)  # type: ignore[arg-type]
+    assert "bytes sent by rank 1 in a step" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_broken_timeline_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with pytest.raises(FileNotFoundError, match="should hold a measured timeline"):
+        load(path)
+    path.write_text('{"events": [[["X", 0]]]}')
+    with pytest.raises(ValueError, match="should hold a measured timeline. Found"):
+        load(path)

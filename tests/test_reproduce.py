@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from experiments.e5 import experiment as e5
 from experiments.e6 import experiment as e6
 from experiments.e7 import experiment as e7
 from experiments.frontier import clock as frontier_clock
-from experiments.harness import pool
+from experiments.harness import clock, pool
 from experiments.harness.cell import Cell, Record, measure, read_cell
 from experiments.harness.claims import Claim, equal, exact, greater, holm, interval, no_greater, seeds_to_decide
 from experiments.harness.claims import table as claim_table
@@ -515,6 +516,8 @@ def test_printed_tables_are_the_papers() -> None:
         assert setting.best == max(setting.grid, key=lambda point: setting.grid[point][1]) == (80, 0.1)
     seeds = {name: EXPERIMENTS[name].parts.seeds["full"] for name in ("e1", "e2", "e4", "e6")}  # type: ignore[attr-defined]
     assert seeds == {"e1": 4, "e2": 3, "e4": 4, "e6": 1}
+
+
 def test_figure_8_trains_for_equal_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """192 hours at 1.304 s a slot: 8 slots a step end-to-end, 2 N in N-wise training. Measured seconds take their place."""
     cells = {cell.method: cell.recipe for cell in e6.cells_of_fixed_time("full", 1)}
@@ -706,6 +709,16 @@ def test_e4_of_made_up_records(tmp_path: Path) -> None:
     assert claim.effect == pytest.approx((0.5 + 0.5 + 1.5) / 3, abs=0.1)
 
 
+@pytest.fixture
+def _two_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Search among two M. They change the times of the tables and no verdict; `test_step_time_and_work_of_methods` has all."""
+    monkeypatch.setattr(clock, "_SIZES", (1, 4))
+    step_time.cache_clear()
+    yield
+    step_time.cache_clear()
+
+
+@pytest.mark.usefixtures("_two_counts")
 def test_e6_and_e7_of_made_up_records(tmp_path: Path) -> None:
     losses = {"end-to-end": 4.0, "3-wise-mean": 4.1, "2-wise-mean": 4.2, "1-wise": 4.3, "hogwild": 6.0}
     found = reproduced(
@@ -862,6 +875,8 @@ def test_advantage_grows_with_the_share_of_the_overhead() -> None:
     """Appendix C.2: no pair of A and N falls; in the other direction all fall but N = A, which is end-to-end itself."""
     assert t.falling() == []
     assert set(t.falling((10, 1, 0.1))) == {(a, n) for a in range(2, 31) for n in range(1, 6) if n < a}
+
+
 def test_steps_are_measured_under_torchrun(tmp_path: Path) -> None:
     """Two processes, one for each stage, for some seconds; the first one writes the row, which is not measured again."""
     only = "2 processes, end-to-end, M = 2"

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+import pickle
 import random
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 import nwise
 from launch import RANKS, forked, results
-from nwise.app.recipes import recipe
-from nwise.app.training.build import pick_device
 from nwise.flow import flows_for
-from nwise.runtime import replicas
-from nwise.runtime.launch import make_mesh, start
 from nwise.schedule.named import choose
-from nwise.stage import Stage
-from ranks import mesh, placements
+from ranks import edges, mesh, placements
 from ranks.equality import CASES, case
 from test_interchange import written
 
@@ -122,9 +115,11 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
 )
 def test_placements_and_delays_match_single_process_bitwise(num_ranks: int, num_steps: int, tmp_path: Path) -> None:
     """One process, or several stages on each of two, four or eight; gradients of any age, an order written by torch."""
-    written("ScheduleZBVZeroBubble", 4, 4, tmp_path / "zbv.csv")
-    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "zbv.csv"), str(num_steps))
+    csv = written("ScheduleZBVZeroBubble", 4, 4, tmp_path / "zbv.csv")
     cases: list[Any] = [one for one in placements.CASES if one[0] == num_ranks]
+    orders = [placements.find(n, where, name, m, order, csv) for n, where, name, m, _, order in cases]
+    (tmp_path / "orders").write_bytes(pickle.dumps(orders))
+    found = results(num_ranks, "placements.py", tmp_path, str(num_ranks), str(tmp_path / "orders"), str(num_steps))
     options: list[dict[str, Any]] = [{} for _ in cases]
     if num_ranks == 4:
         cases += placements.FROZEN
@@ -176,114 +171,6 @@ def test_no_unused_process_groups(tmp_path: Path) -> None:
         assert (found["first"], found["other"], found["second"]) == (1.0, 7.0, 2.0)
 
 
-def test_ranks_may_outnumber_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: with four ranks on one GPU torch's mesh asked for GPUs 1 to 3, so these ranks failed and rank 0 waited."""
-    taken: list[int] = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(taken))
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for _ in range(2):
-            assert make_mesh(1, None).device_type == "cuda"
-    finally:
-        dist.destroy_process_group()
-    assert taken == [1], "the first choice stays"
-
-
-def test_default_group_beside_a_gpu_carries_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def joined(backend: str, **_: object) -> None:
-        assert backend == "cpu:gloo,cuda:nccl"
-        raise InterruptedError
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", joined)
-    with pytest.raises(InterruptedError):
-        start()
-
-
-def test_every_rank_puts_its_data_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: data were moved before the rank chose its GPU, so with `cuda` all ranks shared the first."""
-    taken: list[int] = []
-    for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    for device in ("auto", "cuda", "cuda:0"):
-        assert pick_device(replace(recipe("digits"), device=device)).index == (0 if device == "cuda:0" else 1)
-    assert taken == [1, 1, 0]
-
-
-def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:
-    found = results(4, "mesh.py", tmp_path, "dp")
-    for number, settings in enumerate(mesh.CASES):
-        expected = mesh.replicas(*settings, alone=True)
-        for stage in range(2):
-            one, other = (found[2 * stage + replica][number] for replica in range(2))
-            assert one == other, "replicas stay equal, bit by bit"
-            for what in ("values", "gradients"):
-                for name, numbers in one[what].items():
-                    assert numbers == pytest.approx(expected[what][name], rel=1e-4, abs=1e-6), (settings, what, name)
-    # Replicas once left out only what was not finite in their own part, and went apart.
-    for stage in range(2):
-        one, other = (found[2 * stage + replica][-2] for replica in range(2))
-        assert one == other
-        assert one["left"] == [True, False, True]
-    # Deferred batch norm once moved the statistics of each replica by its own part.
-    one, other = (found[replica][-1] for replica in range(2))
-    assert one == other
-    expected = mesh.statistics(alone=True)
-    assert one.keys() == expected.keys() == {"stages.0.1.running_mean", "stages.0.1.running_var"}
-    for name, numbers in one.items():
-        assert numbers == pytest.approx(expected[name], rel=1e-5), name
-
-
-def test_replica_all_reduce_overlaps_backward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: the all-reduce started after the last pass, with no computation left to overlap."""
-    events: list[str] = []
-    really = dist.all_reduce
-
-    def all_reduce(flat: Tensor, **settings: Any) -> Any:
-        events.append(f"sum of {flat.numel() - 34}")  # two flags of the parameter, 32 of the replica
-        return really(flat, **settings)
-
-    monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    torch.manual_seed(0)
-    first, last = nn.Linear(4, 3), nn.Linear(3, 5)
-    unused = nn.Parameter(torch.ones(7))
-    first.weight.register_hook(lambda _: events.append("first weight"))
-    learns: list[Tensor] = [*first.parameters(), *last.parameters()]
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        for parameters in (learns, [unused, *learns]):
-            events.clear()
-            for parameter in parameters:
-                parameter.grad = None
-            stage = Stage(0, nn.Identity(), None, nn.functional.mse_loss, recompute=False)
-            stage.learns = parameters
-            sums = replicas.Replicas(group, stage)
-            for _ in range(2):
-                sums.start()
-                with sums.summing(head=False):
-                    last(first(torch.ones(2, 4))).sum().backward()
-                sums.finish()
-            assert len(events) == 2 * (len(parameters) + 1)
-            assert max(events.index("sum of 5"), events.index("sum of 15")) < events.index("first weight")
-            assert last.bias.grad is not None
-            assert torch.equal(last.bias.grad, torch.full((5,), 4.0)), "two steps of two samples"
-            assert unused.grad is None
-    finally:
-        dist.destroy_process_group()
-
-
 def test_tensor_parallel_stages_match_single_process(tmp_path: Path) -> None:
     found = results(4, "mesh.py", tmp_path, "tp")
     expected = mesh.tensor_parallel(alone=True)
@@ -292,3 +179,19 @@ def test_tensor_parallel_stages_match_single_process(tmp_path: Path) -> None:
         assert {int(name.split(".")[1]) for name in one["values"]} == {rank // 2}
         for name, numbers in one["values"].items():
             assert numbers == pytest.approx(expected["values"][name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return results(edges.A, "edges.py", tmp_path_factory.mktemp("edges"))
+
+
+@pytest.mark.parametrize("name", edges.CASES)
+def test_multi_process_matches_single_process(name: str, found: list[Any]) -> None:
+    expected = json.loads(json.dumps(edges.CASES[name]()))
+    together: dict[str, Any] = {}
+    for rank in range(edges.A):
+        here = found[rank][name]
+        assert {key.split(".")[1] for key in here if "." in key} <= {str(rank)}
+        together |= here
+    assert together == expected

@@ -24,7 +24,7 @@ from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baselin
 from nwise.schedule.ages import message_ages, weight_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
-from nwise.schedule.named import choose
+from nwise.schedule.named import ORDERS, choose, named_schedule
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.sweep import Deadlock, merge
@@ -49,7 +49,7 @@ def credits(draw: st.DrawFn) -> NDArray[np.float64]:
     return matrix
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(credits(), st.integers(1, 4), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.4]))
 def test_random_credit_gives_valid_schedules_of_minimal_work(
     matrix: NDArray[np.float64], m: int, share: float, latency: float
@@ -261,9 +261,9 @@ _MANY = (1, 2, 3, 4, 6, 8, 16)
 @pytest.mark.parametrize(
     ("depths", "sizes"),
     [
-        (range(1, 8), _MANY),
-        ((8, 12), (1, 2, 3, 8, 16)),
-        pytest.param(range(8, 13), _MANY, marks=pytest.mark.slow("more of the same, half a minute")),
+        (range(1, 8), (1, 2, 3, 4, 6, 8)),
+        ((8, 12), (1, 3, 8)),
+        pytest.param(range(1, 13), _MANY, marks=pytest.mark.slow("more of the same, half a minute")),
     ],
 )
 def test_n_wise_and_end_to_end_schedules_are_optimal(depths: Sequence[int], sizes: Sequence[int], head: float) -> None:
@@ -690,3 +690,38 @@ def test_memory_for_another_number_of_ranks_is_refused() -> None:
     for memory, message in (([9.0, 9.0], "one number, or one for each of 4 ranks"), ("9", "a number of bytes above 0")):
         with pytest.raises(ValueError, match=message):
             best("2-wise", num_stages=4, num_microbatches=2, costs=REAL, memory=memory)  # type: ignore[arg-type]
+
+
+def test_interleaved_order_of_uneven_stages() -> None:
+    """Five stages on two ranks ended in a deadlock."""
+    flows = flows_for(nwise.NWise(2), 5, 2)
+    validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), (0,) * 5, Costs(1, 0, 1, 1)))
+
+
+def test_jitter_keeps_stages_back() -> None:
+    """With jitter a stage began its next forward before the stage above had taken the activation."""
+    costs = Costs([1, 3, 1], 0, 1, 1, latency=0.1)
+    timeline = simulate(
+        best("local", num_stages=3, num_microbatches=2, costs=costs).schedule, costs, cycles=30, jitter=0.5
+    )
+    starts = {
+        (event.batch, event.action.stage, event.action.microbatch): event.start
+        for event in timeline.events
+        if event.action.kind is Kind.FORWARD
+    }
+    pairs = [(start, starts[b - 1, k + 1, m]) for (b, k, m), start in starts.items() if b and k < 2]
+    assert len(pairs) > 100
+    assert all(start >= taken - 1e-9 for start, taken in pairs)
+
+
+def test_schedule_is_chosen_by_name() -> None:
+    flows = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1)).schedule.flows
+    for order in ORDERS:
+        assert choose(order, flows).flows == flows
+    with pytest.raises(ValueError, match=r"`schedule` should be one of best, .*Found 'gpip'"):
+        choose("gpip", flows)
+    with pytest.raises(TypeError, match="`schedule` should be a Schedule or one of .*Found int"):
+        choose(3, flows)  # type: ignore[arg-type]
+    other = best("end-to-end", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1))
+    with pytest.raises(ValueError, match="should be made for the pipeline's strategy"):
+        choose(other, flows)

@@ -674,3 +674,13 @@ def test_invalid_functions_between_modules_raise() -> None:
         ValueError, match="`before` should have functions without parameters. Found Linear.* before 'fc'"
     ):
         nwise.split(model, at=2, before={"fc": nn.Linear(2, 2)})
+
+
+def test_untie_copies_shared_buffers() -> None:
+    """`split` advised it, and it did nothing."""
+    table = torch.ones(2)
+    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for block in blocks:
+        block.register_buffer("table", table)
+    assert nwise.untie(nn.Sequential(*blocks)) == ["1.table"]
+    assert blocks[1].table is not table

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import nwise
 
@@ -163,3 +165,31 @@ def test_numbers_of_numpy_give_names_that_can_be_parsed() -> None:
     assert nwise.Geometric(np.float64(0.5)).name == "geometric-0.5"
     with pytest.raises(ValueError, match="`decay` should be above 0 and at most 1. Found `decay = True`"):
         nwise.Geometric(True)
+
+
+class Given(nwise.Strategy):
+    """A strategy that returns a given value as its credit."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "value", value)
+
+    def credit(self, num_stages: int, turn: int = 0) -> Any:
+        return self.value  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("credit", "message"),
+    [
+        (torch.ones(2, 2).triu(), r"zeros above the diagonal.*Found C.0, 1. = 1.0"),
+        (torch.tensor([[1.0, 0.0], [float("nan"), 1.0]]), "should have finite numbers"),
+        ([[1, 0], [0, 1]], "a tensor of shape .2, 2. with values. Found list"),
+        (torch.eye(3), "Found shape .3, 3. on cpu"),
+        (torch.eye(2, device="meta"), "Found shape .2, 2. on meta"),
+        (torch.eye(2) * 1j, "should be real numbers in a tensor .* Found shape .2, 2. on cpu, torch.complex64"),
+    ],
+)
+def test_credit_of_custom_strategies_is_checked(credit: Any, message: str) -> None:
+    """A transposed matrix trained locally without a word; the others ended deep inside."""
+    with pytest.raises(ValueError, match=message):
+        nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], strategy=Given(credit))

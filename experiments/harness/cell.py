@@ -84,9 +84,14 @@ class Cell:
 def read_cell(record: Record) -> Cell | None:
     """Return the cell of a record; None if it was written by a version whose configurations cannot be read."""
     try:
-        return Cell(method=record["method"], part=record["part"], recipe=from_json(record["config"]))
+        return Cell(method=record["method"], part=record["part"], recipe=_recipe(json.dumps(record["config"])))
     except (ValueError, TypeError, KeyError):
         return None
+
+
+@cache  # an index reads the records of the rates for every experiment
+def _recipe(config: str) -> Recipe:
+    return from_json(json.loads(config))
 
 
 def missing_data(data: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ CASES: list[tuple[int, str | tuple[int, ...], str, int, str, str]] = [
     (4, "contiguous", "rotating-2-delay-2", 1, "adam", "best"),
     (4, "v", "end-to-end", 4, "adam", "csv"),
     (4, "v", "2-wise", 1, "adam", "zb-h1"),
-    (4, "v", "rotating-2-hogwild", 4, "adam", "best"),
+    (4, "v", "rotating-2-hogwild", 4, "adam", "typical links"),
     (4, "interleaved", "end-to-end", 4, "sgd", "interleaved-1f1b"),
     (4, "interleaved", "2-wise-delay-1", 2, "adam", "best"),
     (4, "interleaved", "end-to-end-delay-2", 1, "adam", "best"),
@@ -59,32 +60,43 @@ FROZEN: list[tuple[int, str | tuple[int, ...], str | nwise.Strategy, int, str, s
 ]
 
 
+def find(
+    ranks: int, placement: str | Sequence[int], strategy: str, num_microbatches: int, order: str, csv: str
+) -> Order:
+    """The order of a case: "csv" is that of a file, "slow links" the best one where a message takes as long as a forward.
+
+    The micro-batches of "slow links" differ in the ages of their messages. What takes a second to find is found here, once for
+    all ranks; they find the best of the other cases themselves.
+    """
+    if order == "csv":
+        return read_csv(csv)
+    if order not in ("slow links", "typical links"):
+        return order
+    costs = replace(TYPICAL, latency=1) if order == "slow links" else TYPICAL
+    return best(
+        strategy,
+        num_stages=A,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        placement=placement,
+        num_ranks=ranks,
+    ).schedule
+
+
 def case(
     ranks: int,
     placement: str | Sequence[int],
     strategy: str | nwise.Strategy,
     num_microbatches: int,
     optimizer: str,
-    order: str,
+    order: Order,
     *,
     num_steps: int,
     frozen: Sequence[int] = (),
     num_stages: int = A,
 ) -> Any:
-    """Digests after all steps, some of whose batches are ragged, and after the last gradients.
-
-    The order "csv" is that of a file, "slow links" the best one where a message takes as long as a forward; its micro-batches
-    differ in the ages of their messages.
-    """
-    schedule: Order = order
-    if order == "csv":
-        schedule = read_csv(Path(sys.argv[3]).read_text())
-    elif order == "slow links":
-        costs = replace(TYPICAL, latency=1)
-        schedule = best(
-            strategy, num_stages=num_stages, num_microbatches=num_microbatches, costs=costs, num_ranks=ranks
-        )
-    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=schedule, placement=placement, frozen=frozen)
+    """Digests after all steps, some of whose batches are ragged, and after the last gradients."""
+    pipe = pipeline(num_stages, strategy, num_microbatches, schedule=order, placement=placement, frozen=frozen)
     update = make_optimizer(optimizer, pipe)
     for x, y in batches(num_steps, sizes=(8, 8, 7, 8, 9, 9)):
         pipe.step(x, target=y)
@@ -104,7 +116,9 @@ def case(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     steps = int(sys.argv[4])
-    found = [case(*one, num_steps=steps) for one in CASES if one[0] == int(sys.argv[2])]
+    orders = pickle.loads(Path(sys.argv[3]).read_bytes())
+    cases = [one for one in CASES if one[0] == int(sys.argv[2])]
+    found = [case(*one[:5], order, num_steps=steps) for one, order in zip(cases, orders, strict=True)]
     if sys.argv[2] == "4":
         found += [
             case(*one, num_steps=steps, frozen=(1,) if i != 1 else (), num_stages=4) for i, one in enumerate(FROZEN)

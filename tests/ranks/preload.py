@@ -5,6 +5,8 @@ Where there is a GPU, that may make CUDA unusable in forks, so every rank import
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 
@@ -19,3 +21,5 @@ torch.set_num_threads(1)
 if not torch.cuda.device_count():
     torch.optim.SGD(nwise.pipeline.Pipeline([nn.Linear(1, 1)], strategy="end-to-end").parameters())
 recipe("digits").load()
+gc.collect()
+gc.freeze()  # no rank needs to look through it, or to copy its memory for that

@@ -1,0 +1,196 @@
+"""Losses: what they count, and how they are weighted."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import nwise
+from nets import perceptron, tokens
+from nwise.losses import TokenCrossEntropy
+from nwise.microbatch import Batch
+from nwise.terms import Terms
+from test_contract import assert_same, gradients, pipeline
+from test_pipeline import linears
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functools.partial(cross_entropy, ignore_index=2),
+        nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)),
+        functools.partial(cross_entropy, label_smoothing=0.2),
+        functools.partial(
+            cross_entropy, weight=torch.tensor([1.0, 0.1, 0.5, 3.0], dtype=torch.float64), ignore_index=1
+        ),
+    ],
+)
+def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..., Tensor]) -> None:
+    net = perceptron(3)
+    net.loss_fn = loss_fn
+    x = torch.randn(7, 5)
+    y = torch.tensor([2, 2, 2, 1, 0, 3, 1])  # with M = 3 the first micro-batch counts for nothing if 2 is ignored
+    expected = nwise.reference_grads(net.stages, net.heads, loss_fn, x, y, nwise.NWise(2).credit(3))
+    for m in (1, 2, 3):
+        pipe = pipeline(net, "2-wise", m)
+        pipe.zero_grad()
+        losses = pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+        assert losses[1:].isfinite().all()
+
+
+@pytest.mark.usefixtures("float64")
+def test_token_losses_count_tokens() -> None:
+    net = tokens(3)
+    net.loss_fn = TokenCrossEntropy(ignore_index=0)
+    x, y = net.draw(5)
+    y[:2, 1:] = 0
+    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.Local().credit(3))
+    for m in (1, 2, 5):
+        pipe = pipeline(net, "local", m)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_per_stage_losses_match_reference() -> None:
+    net = perceptron(3)
+    x, y = net.draw(6)
+    losses: list[Callable[..., Tensor]] = [
+        cross_entropy,
+        lambda output, target: output.square().mean(),
+        functools.partial(cross_entropy, label_smoothing=0.5),
+    ]
+    pipe = nwise.Pipeline(net.stages, net.heads, losses, "2-wise-mean", 2)
+    found = pipe.step(x, target=y)
+    expected = nwise.reference_grads(net.stages, net.heads, losses, x, y, pipe.credit)
+    assert_same(gradients(pipe), expected, 1e-12)
+    outputs = pipe.head_outputs(x)
+    wanted = torch.stack([loss(output, y) for loss, output in zip(losses, outputs, strict=True)])
+    torch.testing.assert_close(found, wanted.detach())
+
+
+def test_loss_without_target_is_accepted() -> None:
+    pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 2)], lambda y, target: y.square().mean(), "local", 2)
+    assert pipe.step(torch.randn(5, 3)).isfinite().all()
+
+
+def test_losses_are_nan_where_a_head_did_not_run() -> None:
+    net = perceptron(4)
+    x, y = net.draw(6)
+    for strategy, dead in (("3-wise", 2), ("end-to-end", 3), ("local", 0)):
+        assert pipeline(net, strategy).step(x, target=y).isnan().tolist() == [True] * dead + [False] * (4 - dead)
+
+
+def test_losses_are_means_over_the_micro_batches_that_had_one() -> None:
+    batch = Batch([], [], [[0.25]] * 4)
+    batch.losses.update({(0, 0): torch.tensor(2.0), (0, 3): torch.tensor(4.0)})
+    assert batch.results(2).means[0] == 3.0
+
+
+def test_losses_record_which_heads_ran() -> None:
+    net = perceptron(3)
+    x, y = net.draw(6)
+    pipe = pipeline(net, "2-wise")
+    losses = pipe.step(x, target=y)
+    assert losses.ran == (False, True, True)
+    assert losses.here == (True, True, True)
+    assert float(losses.mean()) == pytest.approx(float(losses[1:].mean()))
+    assert losses.last == losses[2]
+    assert repr(losses) == f"Losses([not run, {losses[1]:.6g}, {losses[2]:.6g}])"
+    assert type(losses + 1) is type(losses[1:]) is Tensor
+    for same in (copy.deepcopy(losses), pickle.loads(pickle.dumps(losses))):
+        assert same.ran == losses.ran
+        assert torch.equal(same.nan_to_num(), losses.nan_to_num())
+    assert losses.mean(0) == torch.mean(losses) == losses.mean()
+
+
+def test_diverging_loss_warns_once() -> None:
+    factor = 1.0
+    net = perceptron(3)
+    x, y = net.draw(6)
+    net.loss_fn = lambda output, target: cross_entropy(output, target) * factor
+    pipe = pipeline(net, "2-wise")
+    pipe.step(x, target=y)
+    factor = float("inf")
+    with pytest.warns(UserWarning, match="The loss of stage 1 should be a finite number. Found inf in step 1; lower"):
+        losses = pipe.step(x, target=y)
+    assert losses.diverged == (1, 2)
+    assert losses.ran == (False, True, True)
+    assert float(losses.mean()) == factor
+    pipe.step(x, target=y)
+    quiet = pipeline(net, "2-wise")
+    quiet.warns_of_divergence = False
+    quiet.step(x, target=y)
+
+
+class Counted:
+    """A loss with a number of terms of its own."""
+
+    def __init__(self, count: float) -> None:
+        self._terms = count
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target)
+
+    def count(self, target: Tensor) -> float:
+        return self._terms
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1])
+def test_invalid_loss_count_raises(count: float) -> None:
+    net = perceptron(2)
+    net.loss_fn = Counted(count)
+    x, y = net.draw(6)
+    with pytest.raises(
+        ValueError, match=f"`count` of the loss should be a number of terms, 0 or more. Found {count:g}"
+    ):
+        pipeline(net, "local", 2).step(x, target=y)
+
+
+@functools.wraps(cross_entropy)
+def decorated(*args: Any, **kwargs: Any) -> Tensor:
+    return cross_entropy(*args, **kwargs)
+
+
+WRAPPED: dict[str, Callable[..., Tensor]] = {
+    "partial of a module": functools.partial(nn.CrossEntropyLoss(ignore_index=2)),
+    "partial of a partial": functools.partial(functools.partial(cross_entropy, ignore_index=0), ignore_index=2),
+    "forward": nn.CrossEntropyLoss(ignore_index=2).forward,
+    "call": nn.CrossEntropyLoss(ignore_index=2).__call__,
+    "call of an object": TokenCrossEntropy(ignore_index=2).__call__,
+    "compiled function": torch.compile(functools.partial(cross_entropy, ignore_index=2), backend="eager"),
+    "compiled module": torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager"),
+    "decorated": functools.partial(decorated, ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_losses_count_what_the_loss_inside_counts(name: str) -> None:
+    """Regression: unrecognised losses counted samples; ignored targets shifted micro-batch weights by up to a half."""
+    assert Terms(WRAPPED[name])((torch.tensor([2, 2, 2, 1]),), 4) == 1
+
+
+@pytest.mark.usefixtures("float64")
+def test_unknown_loss_with_negative_labels_warns_once() -> None:
+    net = perceptron(3)
+    net.loss_fn = lambda output, target: cross_entropy(output, target)
+    x, y = net.draw(6)
+    pipe = pipeline(net, "2-wise", 2)
+    pipe.step(x, target=y)
+    y[:2] = -100
+    pipeline(net, "2-wise").step(x, target=y)  # one micro-batch is weighted rightly
+    with pytest.warns(UserWarning, match=r"negative labels \(-100\).*method `count\(target\)`"):
+        pipe.step(x, target=y)
+    pipe.step(x, target=y)

@@ -1,0 +1,77 @@
+"""What may travel between stages, and how its shapes are told."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch import forked
+from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked
+
+
+def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    """Regression: shapes came from a run on fake tensors, which refused such stages on one rank, with torch's words, while the
+    others waited."""
+    script = tmp_path / "picks.py"
+    script.write_text(
+        "import nwise, torch\nfrom torch import nn\n"
+        "class Picks(nn.Module):\n    def forward(self, x):\n        return x[x[:, 0] > 0]\n"
+        "stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Picks()), nn.Identity()]\n"
+        "pipe = nwise.Pipeline(stages, None, lambda y, _: y.sum(), 'end-to-end')\n"
+        "stages[1][0].weight.data, stages[1][0].bias.data = torch.eye(2), torch.zeros(2)\n"
+        "stages[0].weight.data, stages[0].bias.data = torch.eye(2), torch.zeros(2)\n"
+        "for x in ([[1, 1], [1, 1]], [[1, 1], [2, 2]], [[1, 1], [-1, 1]]):\n    pipe.step(torch.tensor(x).float())\n"
+    )
+    began = time.monotonic()
+    done = forked(3, [str(script)], tmp_path)
+    said = re.findall(r"^nwise: rank \d .* stops: (.*)$", done.stderr, re.MULTILINE)
+    assert time.monotonic() - began < 100, "and not the time limit"
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert re.fullmatch(
+        r"Rank 1 \(stage 1\) failed at SX1\(0\) .* of step 2: ValueError: The output of stage 1 should have the same shapes, "
+        r"dtypes and names .*\. Found float32 \[1, 2\], after float32 \[2, 2\] earlier; pad an output .*",
+        said[0],
+    )
+
+
+ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (Tensor.to_sparse, "sparse_coo"),
+    "nested": (lambda y: torch.nested.as_nested_tensor([y], layout=torch.jagged), "nested"),
+    "quantized": (lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.qint8), "quantized"),
+    "meta": (lambda y: y.to("meta"), "on the device 'meta'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ODD)
+def test_outputs_that_cannot_travel_are_named(kind: str) -> None:
+    """Regression: torch's words about storages or JSON ended the ranks; an output on the device meta hung them."""
+    function, found = ODD[kind]
+    message = f"The output of stage 3 should be dense tensors on the device 'cpu'.*Found a tensor that is {found};"
+    check_sendable((torch.ones(2), torch.ones(1, 3).T), 3, torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        check_sendable((torch.ones(2), function(torch.ones(2, 2))), 3, torch.device("cpu"))
+
+
+def test_nested_tensors_have_no_spec() -> None:
+    """Regression: several processes ended with torch's words, such as that a SymInt is not JSON serializable."""
+    with pytest.raises(ValueError, match="should have a shape that all of them know. Found a nested tensor; pass"):
+        make_spec(torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+
+
+def test_gradient_messages_leave_out_integer_tensors() -> None:
+    specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
+    assert from_json(to_json(specs)) == specs
+    gradient = torch.ones(2, 3)
+    sent, absent = packed((gradient, None, None), specs, torch.device("cpu"))
+    assert sent[0] is gradient
+    assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
+    assert absent == [1]
+    assert [g is None for g in unpacked(sent, specs)] == [False, True, False]
