@@ -28,7 +28,6 @@ from nwise.checkpoint import save_tensors
 from nwise.flow import find_flow, flows_for
 from nwise.microbatch import Batch
 from nwise.schedule import Costs, Kind, baseline, best, simulate, validate
-from nwise.schedule.methods import time_methods
 from nwise.schedule.named import named_schedule
 from nwise.schedule.placement import make_placement
 from nwise.training.clip import Clip, squared_norm
@@ -669,7 +668,7 @@ def test_memory_by_rank_and_numbers_of_micro_batches_are_checked() -> None:
     with pytest.raises(ValueError, match=r"`memory` should be one number, or one for each of 4 ranks. Found \[3.0"):
         baseline("1f1b", num_stages=4, num_microbatches=4, costs=costs, memory=[3.0, 3.0, 3.0])
     with pytest.raises(ValueError, match=r"`microbatches` should be an integer of at least 1. Found 0"):
-        time_methods(lambda flows, m: costs, 4, microbatches=(0,))
+        nwise.plan(costs, devices=4, microbatches=(0,))
     assert make_placement(list(np.array([0, 1, 1])), 3, 2) == (0, 1, 1)
 
 
