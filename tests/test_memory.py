@@ -25,7 +25,7 @@ from nwise.strategies import strategy as parse
 
 CPU = torch.device("cpu")
 SIZES = Costs(1, 0, 1, 1, activation_bytes=10, output_bytes=1, gradient_bytes=5, head_gradient_bytes=2, fixed_bytes=3)
-PEAKS = replace(SIZES, head_peak_bytes=4, peak_bytes=6)
+PEAKS = replace(SIZES, scratch_bytes=1, head_peak_bytes=4, weight_grad_peak_bytes=6, both_peak_bytes=7)
 
 
 def test_allocated_counts_what_is_kept_and_what_is_needed_at_once() -> None:
@@ -70,7 +70,7 @@ def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -
     With an own loss, W on stage 0 has its gradient (10), the message (10), their sum (10), and needs 5 itself. With the message
     alone it has the message (10), times 2 a copy (10), and needs 5; F needs the output and what is sent (20).
     """
-    costs = Costs(1, 0.5, 1, 1, message_bytes=10, activation_bytes=0, output_bytes=10, peak_bytes=5)
+    costs = Costs(1, 0.5, 1, 1, message_bytes=10, activation_bytes=0, output_bytes=10, weight_grad_peak_bytes=5)
     schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1), (0, 0))
     assert peak_bytes(schedule, costs)[0] == peak
 

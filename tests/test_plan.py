@@ -327,6 +327,22 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert set(record["profile"]["pieces"]) == {"1", "2"}
 
 
+def test_plan_of_unequal_devices_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Devices of speed 1 and 2, and a slow link, by one command each; the chosen cut is printed."""
+    quick = ["plan", "--costs", "transformer", "--microbatches", "1", "--strategies", "2-wise"]
+    assert cli.run([*quick, "--devices", "1:2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"device +speed +stages +busy\n +0 +1 .*\n +1 +2 ", out)
+    assert "- With 2 stages 2-wise is end-to-end." in out
+    assert cli.run([*quick, "--devices", "2", "--latency", "8", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["recommended"] == "one device alone"
+    few = ["plan", "--costs", "forward=1,head=0,input_grad=1,weight_grad=1,activation_bytes=1e9", *quick[3:]]
+    assert cli.run([*few, "--devices", "1:1", "--memory", "1:2", "--json"]) == 0
+    option = next(o for o in json.loads(capsys.readouterr().out)["options"] if o["method"] == "end-to-end")
+    assert option["peak_bytes"][0] <= 2**30 < option["peak_bytes"][1] <= 2**31
+
+
 def test_plan_without_costs_is_for_a_transformer(capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: `nwise plan` alone was an error, unlike every other command."""
     quick = ["--strategies", "local", "--microbatches", "1"]
@@ -368,6 +384,12 @@ def test_bandwidth_that_limits_nothing_is_said(capsys: pytest.CaptureFixture[str
         ),
         (["--costs", "paper", "--microbatches", "0"], "`microbatches` should be an integer of at least 1. Found 0"),
         (["--costs", "paper", "--memory", "-1"], "`memory` of a device should be a float above 0. Found -1"),
+        (
+            ["--costs", "paper", "--devices", "1:fast"],
+            "`devices` should be a number, or speeds such as 1:2.*Found '1:fast'",
+        ),
+        (["--costs", "paper", "--devices", "2.5"], "`devices` should be an integer of at least 1. Found 2.5"),
+        (["--devices", "1:2", "--memory", "1:2:3"], "`memory` should be one number, or one for each of the 2 devices"),
         (["--costs", "paper", "--latency", "-1"], "`latency` should be from 0 to 1e\\+30. Found -1"),
         (["--costs", "paper", "--memory", "1"], "`costs` should give `activation_bytes`.*Found none in 'paper'"),
         (

@@ -19,11 +19,11 @@ import nwise
 from architectures import tiny
 from launch import results
 from nwise.flow import flows_for
-from nwise.planning import prepare
+from nwise.planning import planner, prepare
 from nwise.planning.devices import as_devices
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
-from nwise.planning.profiling import Profile
+from nwise.planning.profiling import Profile, profile
 from nwise.planning.search import Search, _orders, search
 from nwise.program import Program
 from nwise.schedule import Costs, best
@@ -197,6 +197,10 @@ def network() -> nn.Sequential:
 
 def quiet(model: nn.Module, **options: Any) -> Plan:
     return nwise.plan(model, X, Y, **{"rounds": 1, "microbatches": (1, 2), "report": None, **options})
+
+
+def quiet_table(model: nn.Module, **options: Any) -> nwise.Plans:
+    return nwise.plan(model, X, Y, strategy=["local"], rounds=1, microbatches=(1, 2), report=None, **options)
 
 
 def test_plan_leaves_the_network_as_it_was() -> None:
@@ -382,6 +386,40 @@ def test_pipeline_takes_a_plan() -> None:
     other = next(name for name in ("1", "2", "3", "4") if name not in made.at)
     with pytest.raises(ValueError, match=rf"2 stages that begin at {other}; cut the network with"):
         nwise.Pipeline(nwise.split(model, at=[other]), strategy="end-to-end", placement=made)
+
+
+def test_strategies_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of strategies gives a table; what was measured serves other devices, too."""
+    calls: list[Any] = []
+    monkeypatch.setattr(planner, "profile", lambda *args, **options: calls.append(args) or profile(*args, **options))
+    model, texts = network(), list[str]()
+    made = nwise.plan(
+        *(model, X, Y), devices=[1, 2], strategy=["local", "2-wise"], microbatches=2, rounds=1, report=texts.append
+    )
+    assert len(calls) == 1
+    assert texts == [str(made)]
+    assert {plan.strategy for plan in made.plans} >= {"local", "end-to-end", "zero-bubble", "one device alone"}
+    assert made.verdict[-1] == "With 2 stages 2-wise is end-to-end."
+    assert "Measured on cpu, mini-batches of 8; one round" in texts[0]
+    assert made["one device alone"].devices == as_devices([2])
+    with pytest.warns(UserWarning, match="micro-batches"):  # of batch norm
+        pipe = nwise.Pipeline(nwise.split(model, at=made["local"].at), strategy="end-to-end", placement=made["local"])
+    assert pipe.num_stages == 2
+    measured = made["local"].measured
+    assert measured is not None
+    again = nwise.plan(measured, devices=[1, 1], strategy="local", report=None)
+    assert len(calls) == 1
+    assert again.num_microbatches == 2
+    assert len(again.at) == 1
+    with pytest.raises(ValueError, match="`microbatches` should be among those that were measured, 2. Found 4"):
+        nwise.plan(measured, devices=2, microbatches=4)
+
+
+def test_slow_links_leave_one_device_alone() -> None:
+    """Two machines at 80 ms and 200 Mbit/s, and a network of milliseconds."""
+    made = quiet_table(network(), devices=2, latency=0.08, bandwidth=25e6)
+    assert made.recommended.strategy == "one device alone"
+    assert made["end-to-end"].seconds > 2 * 0.08
 
 
 def test_plan_of_named_inputs() -> None:

@@ -40,6 +40,7 @@ class PieceSizes:
             "activation_bytes": max(0, first.kept - made),
             "held_bytes": max(0, graph.kept - first.kept + made),
             "released_bytes": max(0, sum(x.nbytes for x in self._tracked) - passing.kept + graph.kept),
+            "scratch_bytes": max(0, first.peak - first.kept),
             "cotangent_bytes": self._cotangents(),
             "gradient_bytes": sum(p.nbytes for p in self._learns),
             "peak_bytes": self._peak(),
@@ -63,7 +64,7 @@ class PieceSizes:
         return 0 if kept is None else kept.num_bytes
 
     def _peak(self) -> int:
-        """Return the peak of the pass to the parameters, or of that to the input, without its gradient, if there are none."""
+        """Return the peak of the pass to the parameters, or of that to the input if there are none."""
 
         def ends() -> tuple[list[Tensor], list[Tensor]]:
             roots = [y for y in self._forward() if y.requires_grad]
@@ -74,8 +75,7 @@ class PieceSizes:
         if not wrt or not any(y.requires_grad for y in self.outputs):
             return 0
         backward = partial(add_gradients, leaves=wrt, retain_graph=False)
-        peak = allocated(lambda given: backward(*given), self._device, ends).peak
-        return peak if self._learns else max(0, peak - sum(x.nbytes for x in wrt))
+        return allocated(lambda given: backward(*given), self._device, ends).peak
 
 
 def head_sizes(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import add
 
 from nwise.schedule.actions import PASSES, Kind
 from nwise.schedule.costs import Costs
@@ -31,6 +30,13 @@ _Places = dict[_Tape, list[int]]
 _Span = tuple[int, int, int, float]
 
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
+_NAMES_OF_PEAKS = {
+    Kind.HEAD: "head",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+    Kind.BOTH: "both",
+    Kind.UPDATE: "update",
+}
 
 
 def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
@@ -66,7 +72,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             if action.kind in PASSES and schedule.graph.stage(task).cotangent(action.message).is_new:
                 peak += output[k]
             if i in reruns:
-                peak += kept[k] + output[k]
+                peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] + peak)
             most = max(most, live + peak)
             live += begins[i]
             most = max(most, live)
@@ -78,17 +84,9 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
 def _peaks(costs: Costs, kept: Sequence[float], output: Sequence[float]) -> dict[Kind, Sequence[float]]:
     """Return the peak of every kind of action, by stage, beyond the memory in use before."""
     size = len(kept)
-    weight, inner, head, update = (
-        costs.per_stage(f"{name}peak_bytes", size) for name in ("", "input_grad_", "head_", "update_")
-    )
-    return {
-        Kind.FORWARD: list(map(add, kept, output)),
-        Kind.HEAD: head,
-        Kind.INPUT_GRAD: inner,
-        Kind.WEIGHT_GRAD: weight,
-        Kind.BOTH: list(map(add, weight, (0.0, *output))),  # it makes the gradient to the input, too
-        Kind.UPDATE: update,
-    }
+    scratch = costs.per_stage("scratch_bytes", size)
+    peaks = {kind: costs.per_stage(f"{name}_peak_bytes", size) for kind, name in _NAMES_OF_PEAKS.items()}
+    return {Kind.FORWARD: [sum(sizes) for sizes in zip(kept, output, scratch, strict=True)], **peaks}
 
 
 def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -44,7 +44,8 @@ class Piece:
         gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
         weight_bytes: size of parameters; default: 0.
         fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
-        peak_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
+        scratch_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
+        peak_bytes: peak memory of the pass to its weights, or to its input if it has none; default: 0.
         learns: whether it has parameters to train; default: True.
     """
 
@@ -65,6 +66,7 @@ class Piece:
     weight_bytes: float = 0.0
     fixed_bytes: float = 0.0
     head_bytes: float = 0.0
+    scratch_bytes: float = 0.0
     peak_bytes: float = 0.0
     head_peak_bytes: float = 0.0
     update_peak_bytes: float = 0.0
@@ -109,13 +111,14 @@ def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     [('0 %', 0.5), ('25 %', 0.5), ('50 %', 0.5), ('75 %', 0.5)]
     """
     size, costs = num_stages * parts, costs.cut_in(parts)
-    names = (*_SUMS, *_OF_LAST, "peak_bytes", "chain_share")
+    names = (*_SUMS, *_OF_LAST, "scratch_bytes", "chain_share")
     columns = zip(*(costs.per_stage(name, size) for name in names), strict=True)
     pieces = []
     for i, column in enumerate(columns):
         values = dict(zip(names, column, strict=True))
         chain = values.pop("chain_share") * values["input_grad"]
-        pieces.append(Piece(f"{i / size:.0%}".replace("%", " %"), chain=chain, **values))
+        peak = costs.per_stage("weight_grad_peak_bytes", size)[i]
+        pieces.append(Piece(f"{i / size:.0%}".replace("%", " %"), chain=chain, peak_bytes=peak, **values))
     return pieces
 
 
@@ -178,7 +181,10 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     costs["chain_share"] = [
         min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, costs["input_grad"], strict=True)
     ]
-    costs["peak_bytes"] = list(map(_peak, stages))
+    costs["scratch_bytes"] = [max(piece.scratch_bytes for piece in stage) for stage in stages]
+    given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
+    costs["weight_grad_peak_bytes"] = list(map(_peak, stages))
+    costs["both_peak_bytes"] = list(map(_peak, stages, given))
     costs["input_grad_peak_bytes"] = [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)]
     for k, stage in enumerate(stages):
         costs["activation_bytes"][k] += sum(_kept_inside(stage))
@@ -194,8 +200,8 @@ def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
     ]
 
 
-def _peak(pieces: Sequence[Piece]) -> float:
-    """Return the peak memory of a W."""
+def _peak(pieces: Sequence[Piece], given: float = 0.0) -> float:
+    """Return the peak memory of a W, or of a B that makes a gradient to the stage's input of `given` bytes, too."""
     # The pass goes from the last piece to the first. `change` is the memory in use compared with the start of the pass: each
     # piece frees its activations, and leaves gradients of its parameters.
     #
@@ -204,14 +210,14 @@ def _peak(pieces: Sequence[Piece]) -> float:
     change = peak = 0.0
     stays = _kept_inside(pieces)
     for i in reversed(range(len(pieces))):
-        piece, own = pieces[i], pieces[i].peak_bytes
+        # The gradient to its output, and later that to its input.
+        above, below = pieces[i].message_bytes, pieces[i - 1].message_bytes if i else given
+        own = pieces[i].peak_bytes + (max(above, below) if i < len(stays) else below)
         if i < len(stays):
             change -= stays[i]
-            own += piece.held_bytes + piece.message_bytes  # and the gradient to its output
-        if i:
-            own += pieces[i - 1].message_bytes  # the gradient to its input
+            own += pieces[i].held_bytes
         peak = max(peak, change + own)
-        change += piece.gradient_bytes - piece.activation_bytes
+        change += pieces[i].gradient_bytes - pieces[i].activation_bytes
     return peak
 
 
