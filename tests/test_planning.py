@@ -391,7 +391,12 @@ def test_pipeline_takes_a_plan() -> None:
 def test_strategies_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of strategies gives a table; what was measured serves other devices, too."""
     calls: list[Any] = []
-    monkeypatch.setattr(planner, "profile", lambda *args, **options: calls.append(args) or profile(*args, **options))
+
+    def counted(*args: Any, **options: Any) -> Profile:
+        calls.append(args)
+        return profile(*args, **options)
+
+    monkeypatch.setattr(planner, "profile", counted)
     model, texts = network(), list[str]()
     made = nwise.plan(
         *(model, X, Y), devices=[1, 2], strategy=["local", "2-wise"], microbatches=2, rounds=1, report=texts.append
