@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import nwise
 from launch import forked
 from test_microbatch import Counted, Do, X, attention, grads, mse, pipeline, plain
 

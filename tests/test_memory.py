@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import nwise
 from nwise.app.recipes import Adam, Recipe
 from nwise.app.recipes.config import ConvNet, Mlp
 from nwise.app.training.build import make_pipeline, measurable
@@ -24,7 +25,7 @@ from nwise.strategies import strategy as parse
 
 CPU = torch.device("cpu")
 SIZES = Costs(1, 0, 1, 1, activation_bytes=10, output_bytes=1, gradient_bytes=5, head_gradient_bytes=2, fixed_bytes=3)
-PEAKS = replace(SIZES, forward_peak_bytes=11, head_peak_bytes=4, both_peak_bytes=6, weight_grad_peak_bytes=6)
+PEAKS = replace(SIZES, scratch_bytes=1, head_peak_bytes=4, weight_grad_peak_bytes=6, both_peak_bytes=7)
 
 
 def test_allocated_counts_what_is_kept_and_what_is_needed_at_once() -> None:
@@ -63,7 +64,8 @@ def test_on_meta_the_results_of_operators_are_counted() -> None:
         # In one process: F0, F1, H1, B1, W0. After H1: 2 * 3 always, 2 * (10 + 1) of both stages, 1 for the gradient of the
         # output, 2 for the gradients of the head; B1 adds a message of 1 and gradients of 5.
         (SIZES, False, 6 + 22 + 1 + 2 + 1 + 5),
-        (PEAKS, False, 6 + 22 + 1 + 2 + 6),
+        # B1 needs 6, and 1 for the gradient to its input.
+        (PEAKS, False, 6 + 22 + 1 + 2 + 6 + 1),
         # Only outputs are kept. Before W0: the output, the message to it, and gradients of 5 and 2. W0 makes activations
         # again and replaces the old output. Then it needs 6.
         (PEAKS, True, 6 + 1 + 1 + 5 + 2 + 10 + 6),
@@ -82,8 +84,7 @@ def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -
     With an own loss, W on stage 0 has its gradient (10), the message (10), their sum (10), and needs 5 itself. With the message
     alone it has the message (10), times 2 a copy (10), and needs 5; F needs the output and what is sent (20).
     """
-    sizes = {"message_bytes": 10, "output_bytes": 10, "weight_grad_peak_bytes": 5, "both_peak_bytes": 5}
-    costs = Costs(1, 0.5, 1, 1, activation_bytes=0, **sizes)
+    costs = Costs(1, 0.5, 1, 1, message_bytes=10, activation_bytes=0, output_bytes=10, weight_grad_peak_bytes=5)
     schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1), (0, 0))
     assert peak_bytes(schedule, costs)[0] == peak
 
@@ -129,7 +130,7 @@ def test_predicted_peak_is_that_of_a_step(
     schedule, costs = planned(profiles[network], strategy, m, "depth-first")
     predicted = peak_bytes(schedule, costs, recompute=recompute)[0] - fixed_bytes(schedule, costs)[0]
 
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
@@ -170,3 +171,28 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
     # The best order ends the passes of an old mini-batch before the peak; the prediction counts its parameters to the end.
     predicted, measured = compare("best")
     assert 0.98 * measured <= predicted <= 1.12 * measured
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("m", [1, 4])
+def test_predicted_peak_of_stages_of_many_pieces(num_stages: int, m: int) -> None:
+    """The passes go through the pieces of a stage from the last to the first, which frees what the pieces keep."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(6)]
+    model, x, y = nn.Sequential(*blocks, nn.Linear(32, 10)), torch.randn(512, 32), torch.arange(512) % 10
+    made = nwise.plan(
+        *(model, x, y),
+        devices=[nwise.Device(memory=1e12)],
+        num_stages=num_stages,
+        strategy="end-to-end",
+        microbatches=m,
+        rounds=1,
+        report=None,
+    )
+    pipe = nwise.Pipeline(nwise.split(model, at=made.at), strategy="end-to-end", num_microbatches=m)
+    pipe.schedule = made.timed.schedule
+    pipe.step(x, target=y)
+    pipe.zero_grad()
+    measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
+    schedule, costs = made.timed.schedule, made.timed.costs
+    assert made.timed.peak_bytes[0] - fixed_bytes(schedule, costs)[0] == pytest.approx(measured, rel=0.1)

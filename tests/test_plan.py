@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ import nwise
 from nwise.app import cli
 from nwise.app.cli.costs import parse_costs
 from nwise.app.recipes import Adam, Mlp, Recipe
-from nwise.app.report.verdict import verdict
 from nwise.app.training.build import measurable
 from nwise.flow import StageFlow, find_flow
+from nwise.planning.plans import Plans
 from nwise.planning.profiling import profile
 from nwise.schedule import Costs, baseline, best
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.methods import Methods, time_methods
 from nwise.schedule.partitions import Piece, partition, stage_costs
 from nwise.schedule.placement import balanced, make_placement
 
@@ -42,27 +42,30 @@ TABLE = {
 }  # fmt: skip
 
 
-def transformer(num_stages: int, **options: object) -> Methods:
-    costs = options.pop("costs", TRANSFORMER)
-    assert isinstance(costs, Costs)
-    options = {"microbatches": POWERS, **options}
-    return time_methods(lambda flows, m: costs.split_in(m), num_stages, **options)  # type: ignore[arg-type]
+def transformer(
+    num_stages: int,
+    *strategies: str,
+    costs: Costs = TRANSFORMER,
+    microbatches: Sequence[int] = POWERS,
+    memory: float = float("inf"),
+) -> Plans:
+    devices = [nwise.Device(memory=memory)] * num_stages
+    return nwise.plan(costs, devices=devices, strategy=strategies, microbatches=microbatches, report=None)
 
 
 @pytest.mark.parametrize(("num_stages", "winner"), [(4, "zero-bubble"), (8, "zero-bubble"), (16, "2-wise")])
 def test_plan_of_the_papers_transformer(num_stages: int, winner: str) -> None:
     """Zero-bubble end-to-end is recommended where it is faster; 2-wise wins from between 8 and 16 stages on."""
-    found = transformer(num_stages, strategies=("local", "2-wise", "3-wise"))
-    times = {option.name: (option.period, option.num_microbatches) for option in found.options}
+    found = transformer(num_stages, "local", "2-wise", "3-wise")
+    times = {plan.strategy: (plan.seconds, plan.num_microbatches) for plan in found.plans}
     for method, (time, m) in TABLE[num_stages].items():
         assert times[method][0] == pytest.approx(time, abs=0.0051), method
         assert times[method][1] == m, method
-    assert found.recommended.name == winner
+    assert found.recommended.strategy == winner
     assert found.baseline is not None
-    assert found.baseline.name == "zero-bubble"
-    two_wise = next(option for option in found.options if option.name == "2-wise")
-    assert found.speedup(two_wise) == pytest.approx({4: 0.86, 8: 0.97, 16: 1.17}[num_stages], abs=0.005)
-    text = " ".join(verdict(found))
+    assert found.baseline.strategy == "zero-bubble"
+    assert found.speedup(found["2-wise"]) == pytest.approx({4: 0.86, 8: 0.97, 16: 1.17}[num_stages], abs=0.005)
+    text = " ".join(found.verdict)
     if winner == "2-wise":
         assert text.startswith(
             "2-wise with M = 2 has the shortest step between local and end-to-end, 4.62: 17 % faster than"
@@ -93,23 +96,56 @@ def test_zero_bubble_baseline_is_optimised() -> None:
 
 
 def test_plan_treats_full_window_as_end_to_end() -> None:
-    methods = [option.name for option in transformer(3, strategies=("1-wise", "3-wise", "4-wise")).options]
+    found = transformer(3, "1-wise", "3-wise", "4-wise")
+    methods = [plan.strategy for plan in found.plans]
     assert "local" in methods
     assert not {"3-wise", "4-wise"} & set(methods)
+    assert found.verdict[-1] == "With 3 stages 3-wise and 4-wise are end-to-end."
 
 
 def test_plan_skips_options_beyond_memory() -> None:
-    costs = Costs(1, 0.5, 1, 1, overhead=0.02, activation_bytes=80, fixed_bytes=10)
-    few = (1, 8)  # more take seconds
-    found = transformer(4, costs=costs, memory=50, strategies=("2-wise",), microbatches=few)
-    assert all(max(option.timed.peak_bytes) <= 50 for option in found.options)
-    assert found.skipped.keys() == {"gpipe"}
-    assert found.skipped["gpipe"] == 90
-    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 20 bytes a rank for .*. Found 11"):
-        transformer(4, costs=costs, memory=11, strategies=("2-wise",), microbatches=few)
-    assert "No end-to-end" in verdict(Methods(POWERS, tuple(o for o in found.options if not o.end_to_end), {}))[0]
+    costs = Costs(1, 0.5, 1, 1, overhead=0.02, message_bytes=0, activation_bytes=80, fixed_bytes=10)
+    few = (1, 16)  # more take seconds
+    found = transformer(8, "2-wise", costs=costs, memory=50, microbatches=few)
+    assert all(max(plan.timed.peak_bytes) <= 50 for plan in found.plans)
+    assert found.skipped == {"gpipe": 90, "one device alone": 8 * (10 + 80 / 16)}
+    with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a rank for .*. Found 11"):
+        transformer(8, "2-wise", costs=costs, memory=11, microbatches=few)
+    local = replace(found, plans=tuple(plan for plan in found.plans if not plan.end_to_end))
+    assert "No end-to-end" in local.verdict[0]
+    assert "–" in str(local)
     with pytest.raises(ValueError, match="`microbatches` should contain at least one number"):
-        time_methods(lambda flows, m: TRANSFORMER, 4, microbatches=())
+        transformer(4, microbatches=())
+
+
+def test_one_device_alone_is_the_whole_network_without_messages() -> None:
+    """By hand: eight stages of 1 + 1 + 1, one head of 0.5, and two actions of 0.02; a faster device takes less time."""
+    costs = replace(TRANSFORMER, latency=100, bandwidth=1e-3)
+    found = transformer(8, "local", costs=costs, microbatches=(1, 4))
+    assert found["one device alone"].seconds == pytest.approx(8 * 3 + 0.5 + 2 * 0.02)
+    assert found["one device alone"].num_microbatches == 1
+    assert found.recommended.strategy == "one device alone"
+    assert found.verdict[0].startswith("Use one device alone with M = 1: 24.54 a step.")
+    fast = nwise.plan(TRANSFORMER, devices=[1, 4], strategy=["local"], microbatches=1, report=None)
+    assert fast["one device alone"].seconds == pytest.approx((2 * 3 + 0.5) / 4 + 2 * 0.02)
+    assert [device.speed for device in fast["one device alone"].devices] == [4]
+
+
+def test_given_costs_are_cut_for_unequal_devices() -> None:
+    """Local training waits for none, so the device of twice the speed takes two thirds of the blocks, but for its head."""
+    costs = Costs(1, 0, 1, 1)
+    made = nwise.plan(costs, devices=[1, 2], strategy="local", microbatches=1, report=None)
+    assert (made.at, made.placement) in ((("33 %",), (0, 1)), (("67 %",), (1, 0)))
+    assert made.seconds == pytest.approx(2 * 3 / 3, rel=0.1)
+    assert made.measured is None
+    assert "2 a step expected" in str(made)
+    with pytest.raises(
+        ValueError, match="`num_stages` should be a multiple of the 2 devices if costs are given.*Found 3"
+    ):
+        nwise.plan(costs, devices=2, num_stages=3, report=None)
+    halves = nwise.plan(costs, devices=2, num_stages=4, strategy="local", microbatches=1, report=None)
+    assert halves.placement == (0, 0, 1, 1)
+    assert halves.seconds == pytest.approx(3, rel=0.1)
 
 
 # Cutting --------------------------------------------------------------------------------------------
@@ -190,15 +226,15 @@ def test_balanced_placement_of_unequal_stages_is_faster() -> None:
 def test_plan_identifies_strategies_by_their_credit() -> None:
     """4-wise-mean at four stages is not end-to-end; blocks of one are local, blocks of four are end-to-end."""
     strategies = ("4-wise", "4-wise-mean", "blocks-1", "blocks-4", "01-wise", "hogwild")
-    found = transformer(4, strategies=strategies)
-    known = {*TABLE[4], *BASELINES} - {"local"}
-    names = [option.name for option in found.options if option.name not in known]
+    found = transformer(4, *strategies)
+    known = {*TABLE[4], *BASELINES, "one device alone"} - {"local"}
+    names = [plan.strategy for plan in found.plans if plan.strategy not in known]
     assert sorted(set(names)) == ["4-wise-mean", "end-to-end", "hogwild", "local"]
     assert names.count("local") == 1
     # Hogwild and local have the shortest steps, but of another kind.
-    assert found.recommended.name == "zero-bubble"
+    assert found.recommended.strategy == "zero-bubble"
     with pytest.raises(ValueError, match="`strategy` should be the same at every step. Found 'local@5,end-to-end'"):
-        transformer(4, strategies=("local@5,end-to-end",))
+        transformer(4, "local@5,end-to-end")
     with pytest.raises(ValueError, match="`strategy` should be the same at every step. Found 'local@5,end-to-end'"):
         best("local@5,end-to-end", num_stages=4, num_microbatches=1, costs=TRANSFORMER)
 
@@ -210,10 +246,11 @@ def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> No
     assert "nothing takes any time" in capsys.readouterr().out
     # Of equal ones the end-to-end pipeline that nwise runs with the least in flight.
     free = Costs(1, 0, 1, 0)
-    assert transformer(4, costs=free, strategies=()).recommended.name == "1f1b"
+    found = transformer(4, costs=free)
+    equal = [plan.strategy for plan in found.plans if plan.seconds == pytest.approx(found["gpipe"].seconds)]
+    assert equal == ["1f1b", "zb-h1", "zero-bubble", "end-to-end", "gpipe"]
     for order in ((1, 2, 4), (4, 2, 1)):
-        found = time_methods(lambda flows, m: free.split_in(m), 4, microbatches=order, strategies=("local",))
-        assert next(o.num_microbatches for o in found.options if o.name == "local") == 1
+        assert transformer(4, "local", costs=free, microbatches=order)["local"].num_microbatches == 1
 
 
 def test_partition_into_more_stages_than_pieces_raises() -> None:
@@ -252,7 +289,7 @@ def test_profile_measures_each_piece() -> None:
     assert costs.latency == 0.1
     assert costs.per_stage("fixed_bytes", 3)[0] == found.pieces[4][0].fixed_bytes  # loss 0 trains nothing: no head
     assert costs.per_stage("fixed_bytes", 3)[1] == found.pieces[4][1].fixed_bytes + found.pieces[4][1].head_bytes
-    with pytest.raises(ValueError, match="`microbatches` should be from 1 to the batch size of 16. Found 17"):
+    with pytest.raises(ValueError, match="`microbatches` should be at most the 16 samples of a mini-batch. Found 17"):
         profile(network, (17,))
 
 
@@ -284,11 +321,27 @@ def test_plan_of_a_recipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert placement is not None
     assert set(placement[1].split(",")) == {"0", "1", "2"}
     assert "MiB" in out
-    assert "Measured on cpu, mini-batches of 64; one round, so the noise is unknown. Cut for" in out
+    assert "Measured on cpu, mini-batches of 64; one round, so the noise is unknown" in out
     assert cli.run([*arguments, "--batch-size", "8", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["profile"]["batch_size"] == 8
     assert set(record["profile"]["pieces"]) == {"1", "2"}
+
+
+def test_plan_of_unequal_devices_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Devices of speed 1 and 2, and a slow link, by one command each; the chosen cut is printed."""
+    quick = ["plan", "--costs", "transformer", "--microbatches", "1", "--strategies", "2-wise"]
+    assert cli.run([*quick, "--devices", "1:2"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"device +speed +stages +busy\n +0 +1 .*\n +1 +2 ", out)
+    assert "- With 2 stages 2-wise is end-to-end." in out
+    assert cli.run([*quick, "--devices", "2", "--latency", "8", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["recommended"] == "one device alone"
+    few = ["plan", "--costs", "forward=1,head=0,input_grad=1,weight_grad=1,activation_bytes=1e9", *quick[3:]]
+    assert cli.run([*few, "--devices", "1:1", "--memory", "1:2", "--json"]) == 0
+    option = next(o for o in json.loads(capsys.readouterr().out)["options"] if o["method"] == "end-to-end")
+    assert option["peak_bytes"][0] <= 2**30 < option["peak_bytes"][1] <= 2**31
 
 
 def test_plan_without_costs_is_for_a_transformer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +349,7 @@ def test_plan_without_costs_is_for_a_transformer(capsys: pytest.CaptureFixture[s
     quick = ["--strategies", "local", "--microbatches", "1"]
     assert cli.run(["plan", *quick]) == 0
     out = capsys.readouterr().out
-    assert "slots" in out
+    assert "4 devices, each method at its best M" in out
     assert cli.run(["plan", "--costs", "transformer", *quick]) == 0
     assert capsys.readouterr().out == out
 
@@ -326,9 +379,18 @@ def test_bandwidth_that_limits_nothing_is_said(capsys: pytest.CaptureFixture[str
             "`forward` should have one value for each of the 4",
         ),
         (["--costs", "paper", "--devices", "0"], "`devices` should be an integer of at least 1. Found 0"),
-        (["--costs", "paper", "--batch-size", "4", "--microbatches", "8"], "from 1 to the batch size of 4. Found 8"),
-        (["--costs", "paper", "--microbatches", "0"], "`microbatches` should be at least 1. Found 0"),
-        (["--costs", "paper", "--memory", "-1"], "`memory` should be above 0. Found -1"),
+        (
+            ["--costs", "paper", "--batch-size", "4", "--microbatches", "8"],
+            "at most the 4 samples of a mini-batch. Found 8",
+        ),
+        (["--costs", "paper", "--microbatches", "0"], "`microbatches` should be an integer of at least 1. Found 0"),
+        (["--costs", "paper", "--memory", "-1"], "`memory` of a device should be a float above 0. Found -1"),
+        (
+            ["--costs", "paper", "--devices", "1:fast"],
+            "`devices` should be a number, or speeds such as 1:2.*Found '1:fast'",
+        ),
+        (["--costs", "paper", "--devices", "2.5"], "`devices` should be an integer of at least 1. Found 2.5"),
+        (["--devices", "1:2", "--memory", "1:2:3"], "`memory` should be one number, or one for each of the 2 devices"),
         (["--costs", "paper", "--latency", "-1"], "`latency` should be from 0 to 1e\\+30. Found -1"),
         (["--costs", "paper", "--memory", "1"], "`costs` should give `activation_bytes`.*Found none in 'paper'"),
         (
@@ -388,5 +450,5 @@ def test_memory_by_rank_and_numbers_of_micro_batches_are_checked() -> None:
     with pytest.raises(ValueError, match=r"`memory` should be one number, or one for each of 4 ranks. Found \[3.0"):
         baseline("1f1b", num_stages=4, num_microbatches=4, costs=costs, memory=[3.0, 3.0, 3.0])
     with pytest.raises(ValueError, match=r"`microbatches` should be an integer of at least 1. Found 0"):
-        time_methods(lambda flows, m: costs, 4, microbatches=(0,))
+        nwise.plan(costs, devices=4, microbatches=(0,))
     assert make_placement(list(np.array([0, 1, 1])), 3, 2) == (0, 1, 1)

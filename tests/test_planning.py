@@ -19,11 +19,11 @@ import nwise
 from architectures import tiny
 from launch import results
 from nwise.flow import flows_for
-from nwise.planning import prepare
+from nwise.planning import planner, prepare
 from nwise.planning.devices import as_devices
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
-from nwise.planning.profiling import Profile
+from nwise.planning.profiling import Profile, profile
 from nwise.planning.search import Search, _orders, search
 from nwise.program import Program
 from nwise.schedule import Costs, best
@@ -199,6 +199,10 @@ def quiet(model: nn.Module, **options: Any) -> Plan:
     return nwise.plan(model, X, Y, **{"rounds": 1, "microbatches": (1, 2), "report": None, **options})
 
 
+def quiet_table(model: nn.Module, **options: Any) -> nwise.Plans:
+    return nwise.plan(model, X, Y, strategy=["local"], rounds=1, microbatches=(1, 2), report=None, **options)
+
+
 def test_plan_leaves_the_network_as_it_was() -> None:
     model = network().eval()
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -292,6 +296,7 @@ def test_plan_leaves_heads_of_the_caller_alone() -> None:
 def test_batch_norm_gets_two_samples() -> None:
     """Regression: the default tried one sample in a micro-batch, and torch refused it."""
     made = nwise.plan(network(), X, Y, devices=2, rounds=1, report=None)
+    assert made.measured is not None
     assert sorted(made.measured.pieces) == [1, 2, 4]
 
 
@@ -333,7 +338,7 @@ def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "net"}, "`model` should be an nn.Module. Found str"),
+        ({"model": "net"}, "`model` should be an nn.Module, .* Found str"),
         ({"loss_fn": [nn.functional.mse_loss]}, "`loss_fn` should be a function"),
         ({"loss_fn": nn.CrossEntropyLoss}, "`loss_fn` should be a function"),
         ({"optimizer": "adam"}, "`optimizer` should be a function"),
@@ -383,6 +388,45 @@ def test_pipeline_takes_a_plan() -> None:
         nwise.Pipeline(nwise.split(model, at=[other]), strategy="end-to-end", placement=made)
 
 
+def test_strategies_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of strategies gives a table; what was measured serves other devices, too."""
+    calls: list[Any] = []
+
+    def counted(*args: Any, **options: Any) -> Profile:
+        calls.append(args)
+        return profile(*args, **options)
+
+    monkeypatch.setattr(planner, "profile", counted)
+    model, texts = network(), list[str]()
+    made = nwise.plan(
+        *(model, X, Y), devices=[1, 2], strategy=["local", "2-wise"], microbatches=2, rounds=1, report=texts.append
+    )
+    assert len(calls) == 1
+    assert texts == [str(made)]
+    assert {plan.strategy for plan in made.plans} >= {"local", "end-to-end", "zero-bubble", "one device alone"}
+    assert made.verdict[-1] == "With 2 stages 2-wise is end-to-end."
+    assert "Measured on cpu, mini-batches of 8; one round" in texts[0]
+    assert made["one device alone"].devices == as_devices([2])
+    with pytest.warns(UserWarning, match="micro-batches"):  # of batch norm
+        pipe = nwise.Pipeline(nwise.split(model, at=made["local"].at), strategy="end-to-end", placement=made["local"])
+    assert pipe.num_stages == 2
+    measured = made["local"].measured
+    assert measured is not None
+    again = nwise.plan(measured, devices=[1, 1], strategy="local", report=None)
+    assert len(calls) == 1
+    assert again.num_microbatches == 2
+    assert len(again.at) == 1
+    with pytest.raises(ValueError, match="`microbatches` should be among those that were measured, 2. Found 4"):
+        nwise.plan(measured, devices=2, microbatches=4)
+
+
+def test_slow_links_leave_one_device_alone() -> None:
+    """Two machines at 80 ms and 200 Mbit/s, and a network of milliseconds."""
+    made = quiet_table(network(), devices=2, latency=0.08, bandwidth=25e6)
+    assert made.recommended.strategy == "one device alone"
+    assert made["end-to-end"].seconds > 2 * 0.08
+
+
 def test_plan_of_named_inputs() -> None:
     """A Hugging Face network, whose masks travel along, in a dictionary."""
     transformers = pytest.importorskip("transformers")
@@ -412,6 +456,7 @@ def test_plan_of_named_inputs() -> None:
 
 def test_profiles_survive_json() -> None:
     measured = quiet(network(), devices=2).measured
+    assert measured is not None
     again = Profile.from_json(measured.as_json())
     assert again.pieces == measured.pieces
     assert again.seconds == measured.seconds
@@ -424,7 +469,7 @@ def test_profiles_survive_json() -> None:
         ({"devices": None}, "`devices` should be a number, or speeds such as .1, 2, 4., unless torchrun starts"),
         ({"devices": 11}, "The network should have at least one piece for each of the 11 stages"),
         ({"devices": 3, "num_stages": 2}, "`num_stages` should be an integer of at least 3. Found 2"),
-        ({"devices": 2, "microbatches": 9}, "`microbatches` should be at most the 8 samples of `example`. Found 9"),
+        ({"devices": 2, "microbatches": 9}, "`microbatches` should be at most the 8 samples of a mini-batch. Found 9"),
         ({"devices": 2, "microbatches": []}, "`microbatches` should contain at least one number to try"),
         ({"devices": 2, "rounds": 0}, "`rounds` should be an integer of at least 1. Found 0"),
         ({"devices": 2, "strategy": "local@3,2-wise"}, "`strategy` should be the same at every step"),

@@ -13,7 +13,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+import nwise
 from benchmarks.runtime.bench import Case, start_all
 from nwise.machine import processor
-from nwise.schedule import BASELINES, TRANSFORMER, Costs
-from nwise.schedule.baselines import stages_on
-from nwise.schedule.methods import Option, time_methods
+from nwise.schedule import BASELINES, TRANSFORMER
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -54,31 +53,30 @@ INTERNET = Network("internet", 0.8, 200e6 / 8 * 0.1 / 2**21)
 NETWORKS = (Network("0", 0), Network("1/4", 0.25), Network("1", 1), Network("3", 3), INTERNET)
 
 
-def options(network: Network, devices: int) -> Iterator[tuple[Option, Costs]]:
-    """Iterate over the methods at their best M, each with the costs of a micro-batch."""
-    base = replace(TRANSFORMER, latency=network.latency, bandwidth=network.bandwidth)
-
-    def costs(size: int, m: int) -> Costs:
-        return base.split_in(m).cut_in(size // devices)
-
-    result = time_methods(
-        lambda flows, m: costs(len(flows[0].stages), m), devices, microbatches=MICROBATCHES, strategies=STRATEGIES
+def options(network: Network, devices: int) -> Iterator[nwise.Plan]:
+    """Iterate over the methods at their best M."""
+    plans = nwise.plan(
+        TRANSFORMER,
+        devices=devices,
+        strategy=STRATEGIES,
+        microbatches=MICROBATCHES,
+        latency=network.latency,
+        bandwidth=network.bandwidth,
+        report=None,
     )
-    for option in result.options:
-        if option.name == "end-to-end":  # the best of the pipelines, by another name
-            continue
-        yield option, costs(stages_on(devices, option.name), option.num_microbatches)
+    # End-to-end is the best of the pipelines, by another name, and one device alone has no links.
+    yield from (plan for plan in plans.plans if plan.strategy not in ("end-to-end", "one device alone"))
 
 
-def as_case(option: Option, costs: Costs, devices: int, slot_ms: float) -> Case:
-    """Return the case of an option, for `benchmarks.runtime.bench`."""
-    values = {field.name: getattr(costs, field.name) for field in fields(costs)}
+def as_case(plan: nwise.Plan, devices: int, slot_ms: float) -> Case:
+    """Return the case of a plan, for `benchmarks.runtime.bench`."""
+    values = {field.name: getattr(plan.timed.costs, field.name) for field in fields(plan.timed.costs)}
     text = json.dumps({name: value for name, value in values.items() if value != float("inf")})
     return Case(
-        method=option.name,
-        stages=stages_on(devices, option.name),
+        method=plan.strategy,
+        stages=len(plan.placement),
         ranks=devices,
-        microbatches=option.num_microbatches,
+        microbatches=plan.num_microbatches,
         slot_ms=slot_ms,
         costs=text,
         batches=4,
@@ -97,9 +95,9 @@ def measure(devices: int, slot_ms: float, wanted: Collection[tuple[str, str]] = 
     console = Console(stderr=True)
     planned = {
         network: [
-            (option, as_case(option, costs, devices, slot_ms))
-            for option, costs in options(network, devices)
-            if not wanted or (network.name, option.name) in wanted
+            (option, as_case(option, devices, slot_ms))
+            for option in options(network, devices)
+            if not wanted or (network.name, option.strategy) in wanted
         ]
         for network in track(NETWORKS, f"planning {devices}", console=console)
     }
@@ -112,11 +110,11 @@ def measure(devices: int, slot_ms: float, wanted: Collection[tuple[str, str]] = 
                 {
                     "devices": devices,
                     "network": asdict(network) | {"bandwidth": str(network.bandwidth)},
-                    "method": option.name,
+                    "method": option.strategy,
                     "end_to_end": option.end_to_end,
                     "microbatches": option.num_microbatches,
                     "slot_ms": slot_ms,
-                    "planned_slots": option.period,
+                    "planned_slots": option.seconds,
                     "measured_slots": result.measured_slots,
                     **machine,
                 }

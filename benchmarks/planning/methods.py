@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.progress import track
 
+import nwise
+from nwise.planning.plans import STRATEGIES
 from nwise.schedule import TRANSFORMER, validate
-from nwise.schedule.methods import STRATEGIES, Methods, time_methods
 
 HERE = Path(__file__).parent
 METHODS = (*STRATEGIES, "2-wise-delay-1", "end-to-end-delay-2", "hogwild-forward-least")
 
 
-def plan(devices: int, latency: float) -> Methods:
+def plan(devices: int, latency: float) -> nwise.Plans:
     """Plan all methods at their best M, at the prices of `TRANSFORMER`."""
-    costs = replace(TRANSFORMER, latency=latency)
-    return time_methods(
-        lambda flows, m: costs.split_in(m).cut_in(len(flows[0].stages) // devices),
-        devices,
-        microbatches=(1, 2, 4, 8, 16, 32),
-        strategies=METHODS,
-    )
+    return nwise.plan(TRANSFORMER, devices=devices, strategy=METHODS, latency=latency, report=None)
 
 
 def main(devices: tuple[int, ...] = (4, 8, 16, 32), latencies: tuple[float, ...] = (0.0, 1.0)) -> None:
@@ -44,12 +38,10 @@ def main(devices: tuple[int, ...] = (4, 8, 16, 32), latencies: tuple[float, ...]
     records: list[dict[str, Any]] = []
     places = [(latency, count) for latency in latencies for count in devices]
     for latency, count in track(places, description="planning"):
-        methods = plan(count, latency)
-        for option in methods.options:
-            validate(option.timed.schedule)  # what could not run is not in the table
-            records.append(
-                {"devices": count, "latency": latency, **option.as_json(), "speedup": methods.speedup(option)}
-            )
+        plans = plan(count, latency)
+        for one in plans.plans:
+            validate(one.timed.schedule)  # what could not run is not in the table
+            records.append({"devices": count, "latency": latency, **one.as_json(), "speedup": plans.speedup(one)})
     (HERE / "records").mkdir(exist_ok=True)
     (HERE / "records" / "methods.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (HERE / "methods.md").write_text(tables(records, devices, latencies))

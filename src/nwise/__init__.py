@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from nwise.network.splitting import split, untie
     from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
+    from nwise.planning.plan import Plan
     from nwise.planning.planner import plan
+    from nwise.planning.plans import Plans
     from nwise.reference import reference_grads
     from nwise.schedule.ages import staleness
     from nwise.strategies import (
@@ -54,6 +56,8 @@ __all__ = [
     "Local",
     "NWise",
     "Pipeline",
+    "Plan",
+    "Plans",
     "Rotating",
     "Strategy",
     "carry",
@@ -78,6 +82,8 @@ _PLACES = {
     "Device": "planning.devices",
     "Flow": "flow",
     "Pipeline": "pipeline",
+    "Plan": "planning.plan",
+    "Plans": "planning.plans",
     "carry": "network.carrying",
     "clip_grad_norm_": "training.clip",
     "compile_module": "_compiled",

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nwise._summary import milliseconds, table
+from nwise._summary import table
 from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action
@@ -33,7 +33,7 @@ class Observer:
 
     def __init__(self, plan: Plan, processes: Processes) -> None:
         fits = processes.num_ranks == len(plan.devices) > 1
-        self._plan: Plan | None = plan if fits else None
+        self._plan: Plan | None = plan if fits and plan.measured is not None else None
         self._processes = processes
         self._begins: dict[int, float] = {}
         self._busy: dict[int, float] = defaultdict(float)
@@ -74,12 +74,12 @@ def compared(plan: Plan, seconds: float, busy: list[float]) -> str:
         seconds: measured seconds of a step.
         busy: measured seconds of a step in which each device computes.
     """
-    title = f"A step takes {milliseconds(seconds)}, where {milliseconds(plan.seconds)} were expected."
+    title = f"A step takes {plan.show(seconds)}, where {plan.show(plan.seconds)} were expected."
     rows = [
-        [str(i), milliseconds(expected), milliseconds(one)]
+        [str(i), plan.show(expected), plan.show(one)]
         for i, (expected, one) in enumerate(zip(plan.busy, busy, strict=True))
     ]
-    if plan.measured.device.startswith("cuda"):  # the host does not wait for its kernels
+    if plan.measured is not None and plan.measured.device.startswith("cuda"):  # the host does not wait for its kernels
         return title
     rest = "The rest of a step is waiting, messages and the optimizer."
     return "\n".join([title, *table([["device", "busy, expected", "measured"], *rows]), rest])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
+from typing import Any
 
 from nwise._summary import milliseconds, table
 from nwise.flow import flows_for
@@ -13,11 +14,14 @@ from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile
 from nwise.runtime.processes import Processes
+from nwise.schedule.baselines import BASELINES
 from nwise.schedule.costs import Costs
-from nwise.schedule.timing import Limit, Timed
+from nwise.schedule.timing import Limit, Timed, rounded
 from nwise.strategies import EndToEnd
 
 __all__ = ["Plan"]
+
+ALONE = "one device alone"
 
 _MIB = 2.0**20
 _NOISE = 0.1  # spread of the rounds above which a plan says so
@@ -31,11 +35,11 @@ class Plan:
         at: names of the modules at which stages begin, for `nwise.split`.
         placement: index of every stage's device, which is its rank under ``torchrun``.
         devices: the devices.
-        strategy: name of the strategy.
-        timed: the schedule, with the expected seconds of a step and the bytes of every device.
-        equal: expected seconds of a step with equal numbers of blocks in every stage; nan if no such cut fits.
-        measured: the costs of every module.
-        report: function that gets the measured times after the first steps; None for none.
+        strategy: name of the strategy, of one of `nwise.schedule.BASELINES`, or `ALONE`.
+        timed: the schedule, with the expected time of a step and the bytes of every device.
+        measured: the costs of every module, in seconds; None if costs were given. Then all times are in their unit.
+        equal: expected time of a step with equal numbers of blocks in every stage; default: nan, none is known.
+        report: function that gets the measured times after the first steps; default: None, for none.
     """
 
     at: tuple[str, ...]
@@ -43,9 +47,9 @@ class Plan:
     devices: tuple[Device, ...]
     strategy: str
     timed: Timed
-    equal: float
-    measured: Profile
-    report: Callable[[str], object] | None
+    measured: Profile | None = None
+    equal: float = nan
+    report: Callable[[str], object] | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -54,24 +58,59 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Expected seconds of a step."""
+        """Expected time of a step."""
         return self.timed.period
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Expected seconds of a step in which each device computes."""
+        """Expected time of a step in which each device computes."""
         return self.timed.busy
+
+    @property
+    def end_to_end(self) -> bool:
+        """Whether it computes the gradients of ordinary training."""
+        return self.strategy in (*BASELINES, "end-to-end", ALONE)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether gradients cross boundaries and none is late, so a step is comparable with an end-to-end one."""
+        schedule = self.timed.schedule
+        return self.end_to_end or (not any(schedule.ages) and any(any(f.messages) for fs in schedule.flows for f in fs))
+
+    @property
+    def preference(self) -> tuple[float, bool, int]:
+        """Sort key, smallest for the best plan: fast, then end-to-end, with little in flight."""
+        return rounded(self.seconds), not self.end_to_end, max(self.timed.in_flight)
+
+    def show(self, time: float) -> str:
+        """Return a time as text: in milliseconds if it was measured, else in the unit of the costs."""
+        return f"{time:.4g}" if self.measured is None else milliseconds(time)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain values."""
+        return {
+            "method": self.strategy,
+            "at": list(self.at),
+            "placement": list(self.placement),
+            "microbatches": self.num_microbatches,
+            "period": self.seconds,
+            "lower_bound": self.timed.lower_bound,
+            "order": self.timed.order,
+            "in_flight": list(self.timed.in_flight),
+            "peak_bytes": list(self.timed.peak_bytes),
+            "end_to_end": self.end_to_end,
+        }
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
         same = " (with these stages the same as end-to-end)" if self._is_end_to_end else ""
         title = (
             f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
-            f"{milliseconds(self.seconds)} a step expected"
+            f"{self.show(self.seconds)} a step expected"
         )
         if isfinite(self.equal):
             title += f", {self.equal / self.seconds:.2f} times as fast as stages with equal numbers of blocks"
-        if self.measured.spread > _NOISE:
+        if self.measured is not None and self.measured.spread > _NOISE:
             spread = f"{100 * self.measured.spread:.0f} %"
             title += f". Measurements differ by {spread}: measure on an idle machine, or with more `rounds`"
         begins = ["the start", *self.at]
@@ -79,7 +118,7 @@ class Plan:
         for i, device in enumerate(self.devices):
             stages = [k for k, place in enumerate(self.placement) if place == i]
             row = [str(i), f"{device.speed:.3g}", ", ".join(f"{k} from {begins[k]}" for k in stages)]
-            rows.append([*row, milliseconds(self.busy[i]), *self._memory(i)])
+            rows.append([*row, self.show(self.busy[i]), *self._memory(i)])
         heads = ["device", "speed", "stages", "busy", *(["memory"] if self.limits else [])]
         return "\n".join([title, *table([heads, *rows])])
 
@@ -87,7 +126,7 @@ class Plan:
     def _is_end_to_end(self) -> bool:
         schedule = self.timed.schedule
         exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
-        return self.strategy != "end-to-end" and schedule.flows == exact and not any(schedule.ages)
+        return not self.end_to_end and schedule.flows == exact and not any(schedule.ages)
 
     @property
     def limits(self) -> tuple[float, ...] | None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import nan
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,27 +20,27 @@ from nwise.network.chain import Chain
 from nwise.network.splitting import even_starts, is_hugging_face
 from nwise.planning.devices import Device, as_devices, limits
 from nwise.planning.plan import Plan
+from nwise.planning.plans import PiecesOf, Plans, compare
 from nwise.planning.prepare import (
     Heads,
     Optimizers,
-    action_overhead,
     agree,
     batch_size,
     check_functions,
     gather,
     message_latency,
     network_in_pieces,
-    numbers_to_try,
     speeds,
 )
-from nwise.planning.profiling import Profile, profile
-from nwise.planning.search import Search, search
+from nwise.planning.profiling import Network, Profile, numbers_to_try, profile
+from nwise.planning.search import Cut, Search, search
 from nwise.progress import progress_bar
 from nwise.randomness import preserved
 from nwise.runtime.launch import launched, variable
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import check_enough
+from nwise.schedule.partitions import Piece, check_enough, pieces_of
+from nwise.schedule.placement import make_placement
 from nwise.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
@@ -44,10 +48,13 @@ from nwise.tensors import Input, Tensors, as_tuple
 
 __all__ = ["plan"]
 
+_PARTS = 24  # pieces of a network with given costs that unequal devices share
 
+
+@overload
 def plan(
-    model: nn.Module,
-    example: Input | Tensors,
+    model: nn.Module | Profile | Costs,
+    example: Input | Tensors | None = None,
     target: Input | Tensors | None = None,
     *,
     devices: int | Sequence[float | Device] | None = None,
@@ -62,37 +69,82 @@ def plan(
     before: Mapping[str, Callable[..., Any]] | None = None,
     rounds: int = 3,
     report: Callable[[str], object] | None = print,
-) -> Plan:
-    """Measure a network and find the cut, the placement and the number of micro-batches with the shortest step.
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: nn.Module | Profile | Costs,
+    example: Input | Tensors | None = None,
+    target: Input | Tensors | None = None,
+    *,
+    devices: int | Sequence[float | Device] | None = None,
+    num_stages: int | None = None,
+    strategy: list[Any] | tuple[Any, ...],
+    heads: Heads | None = None,
+    loss_fn: LossFn = nn.functional.cross_entropy,
+    optimizer: Optimizers | None = torch.optim.Adam,
+    microbatches: int | Sequence[int] | None = None,
+    latency: float | None = None,
+    bandwidth: float = float("inf"),
+    before: Mapping[str, Callable[..., Any]] | None = None,
+    rounds: int = 3,
+    report: Callable[[str], object] | None = print,
+) -> Plans: ...
+
+
+def plan(
+    model: nn.Module | Profile | Costs,
+    example: Input | Tensors | None = None,
+    target: Input | Tensors | None = None,
+    *,
+    devices: int | Sequence[float | Device] | None = None,
+    num_stages: int | None = None,
+    strategy: str | Strategy | list[Any] | tuple[Any, ...] = "2-wise",
+    heads: Heads | None = None,
+    loss_fn: LossFn = nn.functional.cross_entropy,
+    optimizer: Optimizers | None = torch.optim.Adam,
+    microbatches: int | Sequence[int] | None = None,
+    latency: float | None = None,
+    bandwidth: float = float("inf"),
+    before: Mapping[str, Callable[..., Any]] | None = None,
+    rounds: int = 3,
+    report: Callable[[str], object] | None = print,
+) -> Plan | Plans:
+    """Find the cut, the placement and the number of micro-batches with the shortest step, for a strategy or for several.
 
     Every module at which `nwise.split` can cut runs alone, forward and backward, on a copy of the network; the network itself
-    does not change. The search balances times over devices of different speed, under the memory of each.
+    does not change. The search balances times over devices of different speed, under the memory of each. Several strategies
+    share one measurement, and the table compares them with end-to-end pipelines and one device alone.
 
     ``torchrun`` starts one process for every device. All call this function with equal arguments, measure at the same time, and
     get the same plan.
 
     Args:
-        model: the network, as for `nwise.split`, on the device where it is measured.
+        model: the network, as for `nwise.split`, on the device where it is measured. Or what is known of it: an earlier plan's
+            ``measured``, or `nwise.schedule.Costs` of a whole mini-batch on one device's equal share of the network. Then the
+            arguments that describe the network are not needed.
         example: inputs of a mini-batch: a tensor, or a tuple or dictionary of them.
         target: its target; default: none, and the mean square of the outputs stands for the loss.
         devices: their number, their speeds relative to the one that measures, or `nwise.Device`s; default: the processes of
             ``torchrun``, with the speeds that they measure.
         num_stages: number of stages; default: one for each device.
-        strategy: a strategy or its name.
+        strategy: a strategy or its name; or a list or tuple of them, for a table.
         heads: function that makes the heads of stages, such as `nwise.heads.copied`; default: heads cost nothing.
         loss_fn: the loss of all heads, as for `Pipeline`.
         optimizer: function that makes the optimizer of some parameters; None to leave its time and memory out. Default: Adam.
         microbatches: number of micro-batches, or numbers to try; default: powers of two up to 32 and up to the size of
             the mini-batch; with batch norm each micro-batch has two samples or more.
-        latency: seconds of every message; default: measured between the processes of ``torchrun``, else 0.
-        bandwidth: bytes a second of every link; default: no limit.
+        latency: seconds of every message, or in the unit of the costs; default: that of the costs, or measured between the
+            processes of ``torchrun``, else 0.
+        bandwidth: bytes a second of every link, or in the unit of the costs; default: that of the costs, else no limit.
         before: functions between the modules, as for `nwise.split`; default: none.
         rounds: number of measurements, of which the medians count; default: 3.
         report: function that gets the plan as a text, and, from a pipeline on these devices, times after the first steps;
             None for silence. Default: print, in the first process only.
 
     Returns:
-        The plan, for `nwise.split` and `Pipeline`.
+        The plan, for `nwise.split` and `Pipeline`; for a list of strategies the plans of all.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the network cannot be cut into so many stages.
@@ -106,55 +158,149 @@ def plan(
     >>> pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, placement=plan)
     >>> pipe.num_stages, pipe.num_microbatches
     (2, 1)
+
+    >>> from nwise.schedule import TRANSFORMER
+    >>> plans = nwise.plan(TRANSFORMER, devices=16, strategy=["local", "2-wise"], microbatches=(2, 16), report=None)
+    >>> plans.recommended.strategy, f"{plans['one device alone'].seconds:.4g}"
+    ('2-wise', '48.58')
     """
-    rule = parse(strategy)
+    rules = [parse(one) for one in (strategy if isinstance(strategy, list | tuple) else [strategy])]
     check_functions(model, loss_fn=loss_fn, heads=heads, optimizer=optimizer, report=report)
     check_at_least(1, rounds=rounds)
     links = {"latency": latency or 0.0, "bandwidth": bandwidth}
     Costs(0, 0, 0, 0, **links)  # checks them
-    inputs = as_tuple(example, "`example`")
-    targets = None if target is None else as_tuple(target, "`target`")
-    model = uncompiled(model)
-    shown = report is not None and _is_first()
-    ms = numbers_to_try(microbatches, batch_size(inputs, targets), model)
     known, count = _known_devices(devices)
     num_stages = count if num_stages is None else num_stages
     check_at_least(count, num_stages=num_stages)
-    with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
-        network = network_in_pieces(model, inputs, targets, heads, loss_fn, optimizer, before)
-        pieces = list(network.pieces)
-        check_enough(pieces, num_stages)
-        if launched():
-            agree(
-                devices=[[one.speed, one.memory] for one in known or ()],
-                strategy=rule.name,
-                num_stages=num_stages,
-                microbatches=ms,
-                example=[list(x.shape) for x in inputs],
-                model=pieces,
-            )
-        sizes = known is not None and limits(known) is not None
-        measured = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress_bar("measuring", shown=shown))
-        links["overhead"] = action_overhead()
-    if launched():
-        measured, shared, processes = _exchange(measured, links["overhead"], network.device)
-        links |= shared if latency is None else {**shared, "latency": latency}
-        known = known or processes
-    known = known or (Device(),)
-    cut = search(measured.pieces, rule, known, num_stages, progress_bar("searching", shown=shown), **links)
-    result = Plan(
-        _short(model, pieces, [pieces[i] for i in cut.starts[1:]]),
-        cut.placement,
-        known,
-        rule.name,
-        cut.timed,
-        _equal(model, pieces, measured, rule, known, num_stages, links),
-        measured,
-        report,
-    )
+    shown = report is not None and _is_first()
+    if isinstance(model, Costs):
+        links |= {"overhead": model.overhead, "latency": model.latency if latency is None else latency}
+        links["bandwidth"] = min(bandwidth, model.bandwidth)
+        source = _from_costs(model, numbers_to_try(microbatches), known or (Device(),) * count, links)
+    elif isinstance(model, Profile):
+        pieces = {m: model.pieces[m] for m in _among(microbatches, model)}
+        links["overhead"] = model.overhead
+        source = _Source(lambda _: pieces, known or (Device(),) * count, links, model)
+    else:
+        inputs = as_tuple(example, "`example`")
+        targets = None if target is None else as_tuple(target, "`target`")
+        module = uncompiled(model)
+        ms = numbers_to_try(microbatches, batch_size(inputs, targets), [module])
+        with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
+            network = network_in_pieces(module, inputs, targets, heads, loss_fn, optimizer, before)
+            check_enough(list(network.pieces), num_stages)
+            same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages, "microbatches": ms}
+            source = _measured(network, known, latency, links, same, rounds, progress_bar("measuring", shown=shown))
+        source = replace(source, model=module)
+    source = replace(source, report=report)
+    bar = progress_bar("searching", shown=shown)
+    result: Plan | Plans
+    if isinstance(strategy, list | tuple):
+        result = compare(source.pieces, rules, source.devices, num_stages, source.plan, bar, **source.links)
+    else:
+        known_pieces = source.pieces(num_stages)
+        cut = search(known_pieces, rules[0], source.devices, num_stages, bar, **source.links)
+        result = source.plan(rules[0].name, next(iter(known_pieces.values())), cut, source.devices)
+        result = replace(result, equal=source.equal(rules[0], num_stages))
     if report is not None and shown:
         report(str(result))
     return result
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What plans are made from: the pieces of a network, the devices, and the links between them."""
+
+    pieces: PiecesOf
+    devices: tuple[Device, ...]
+    links: dict[str, float]
+    measured: Profile | None = None
+    model: nn.Module | None = None
+    report: Callable[[str], object] | None = None
+
+    def plan(self, method: str, pieces: Sequence[Piece], cut: Cut, devices: tuple[Device, ...]) -> Plan:
+        """Return the plan of a cut."""
+        names = [piece.name for piece in pieces]
+        at = tuple(names[i] for i in cut.starts[1:])
+        if self.model is not None:
+            at = _short(self.model, names, at)
+        return Plan(at, cut.placement, devices, method, cut.timed, self.measured, report=self.report)
+
+    def equal(self, rule: Strategy, num_stages: int) -> float:
+        """Return the time of a step with equal numbers of blocks in every stage, at the best M; nan if there is no such cut."""
+        if self.model is None:
+            return nan
+        pieces = self.pieces(num_stages)
+        names = [piece.name for piece in next(iter(pieces.values()))]
+        try:
+            begins = even_starts(self.model, num_stages)
+        except ValueError:  # fewer blocks than stages
+            return nan
+        places = [
+            next((i for i, name in enumerate(names) if f"{name}.".startswith(f"{begin}.")), None) for begin in begins
+        ]
+        starts = [0, *(i for i in places if i is not None)]
+        if len(starts) < num_stages:
+            return nan
+        placement = make_placement("contiguous", num_stages, len(self.devices))
+        periods = []
+        for m, costs in pieces.items():
+            with suppress(DoesNotFit):
+                one = Search(costs, rule, m, self.devices, num_stages, self.links)
+                periods.append(one.cut(starts, placement).timed.period)
+        return min(periods, default=nan)
+
+
+def _from_costs(costs: Costs, ms: Sequence[int], devices: tuple[Device, ...], links: dict[str, float]) -> _Source:
+    """Return a network with given costs: a piece for every stage, or smaller ones to share between unequal devices."""
+
+    def pieces(num_stages: int) -> dict[int, list[Piece]]:
+        parts, rest = divmod(num_stages, len(devices))
+        if rest:
+            raise ValueError(
+                f"`num_stages` should be a multiple of the {len(devices)} devices if costs are given, which are those of equal "
+                f"shares. Found {num_stages}."
+            )
+        finer = 1 if len(set(devices)) == 1 else -(-_PARTS // num_stages)
+        return {m: pieces_of(costs.split_in(m), len(devices), parts * finer) for m in ms}
+
+    return _Source(lru_cache(pieces), devices, links)
+
+
+def _measured(
+    network: Network,
+    known: tuple[Device, ...] | None,
+    latency: float | None,
+    links: dict[str, float],
+    same: dict[str, Any],
+    rounds: int,
+    progress: Callable[[list[Any]], Iterable[Any]],
+) -> _Source:
+    """Measure a network, and under ``torchrun`` its devices and links."""
+    if launched():
+        agree(
+            devices=[[one.speed, one.memory] for one in known or ()],
+            **same,
+            example=[list(x.shape) for x in network.batch(network.batch_size)[0]],
+            model=list(network.pieces),
+        )
+    sizes = known is not None and limits(known) is not None
+    found = profile(network, same["microbatches"], rounds=rounds, sizes=sizes, progress=progress)
+    links = {**links, "overhead": found.overhead}
+    if launched():
+        found, shared, processes = _exchange(found, network.device)
+        links |= shared if latency is None else {**shared, "latency": latency}
+        known = known or processes
+    return _Source(lambda _: found.pieces, known or (Device(),), links, found)
+
+
+def _among(microbatches: int | Sequence[int] | None, measured: Profile) -> list[int]:
+    """Return the numbers of micro-batches to try; ValueError if one was not measured."""
+    ms = list(measured.pieces) if microbatches is None else numbers_to_try(microbatches)
+    if missing := [m for m in ms if m not in measured.pieces]:
+        known = ", ".join(map(str, measured.pieces))
+        raise ValueError(f"`microbatches` should be among those that were measured, {known}. Found {missing[0]}.")
+    return ms
 
 
 def _is_first() -> bool:
@@ -162,11 +308,9 @@ def _is_first() -> bool:
     return not launched() or (dist.get_rank() if dist.is_initialized() else variable("RANK")) == 0
 
 
-def _exchange(
-    measured: Profile, overhead: float, device: torch.device
-) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
+def _exchange(measured: Profile, device: torch.device) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
     """Return what all processes use: the first one's profile and latency, the largest overhead, and all speeds."""
-    facts = measured.seconds, measured.spread, overhead, message_latency(device), measured.as_json()
+    facts = measured.seconds, measured.spread, measured.overhead, message_latency(device), measured.as_json()
     first, *_ = reports = gather(facts)
     links = {"overhead": max(one[2] for one in reports), "latency": first[3]}
     devices = tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
@@ -187,34 +331,6 @@ def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tupl
     if launched() and len(known) > size:
         raise ValueError(f"`devices` should be at most the {size} processes of torchrun. Found {len(known)}.")
     return known, len(known)
-
-
-def _equal(
-    model: nn.Module,
-    pieces: Sequence[str],
-    measured: Profile,
-    rule: Strategy,
-    devices: Sequence[Device],
-    num_stages: int,
-    links: dict[str, float],
-) -> float:
-    """Return the seconds of a step with equal numbers of blocks in every stage, at the best M."""
-    try:
-        names = even_starts(model, num_stages)
-    except ValueError:  # fewer blocks than stages
-        return float("nan")
-    places = [next((i for i, piece in enumerate(pieces) if f"{piece}.".startswith(f"{name}.")), None) for name in names]
-    starts = [0, *(i for i in places if i is not None)]
-    if len(starts) < num_stages:
-        return float("nan")
-    placement = tuple(k * len(devices) // num_stages for k in range(num_stages))
-    periods = []
-    for m, costs in measured.pieces.items():
-        try:
-            periods.append(Search(costs, rule, m, devices, num_stages, links).cut(starts, placement).timed.period)
-        except DoesNotFit:
-            continue
-    return min(periods, default=float("nan"))
 
 
 def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[str, ...]:

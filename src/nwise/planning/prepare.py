@@ -14,18 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nwise._torch import BatchNorm, versions
-from nwise.checks import check_at_least, check_optimizer
-from nwise.flow import find_flow
-from nwise.microbatch import Batch
+from nwise._torch import versions
+from nwise.checks import check_optimizer
 from nwise.network.chain import Chain
 from nwise.network.splitting import cut_points, split
-from nwise.planning.profiling import Network
+from nwise.planning.profiling import Network, Profile
 from nwise.runtime.launch import check_same, default_store, exchange, start
-from nwise.schedule.actions import Action, Kind
-from nwise.stage import LossFn, Stage
-from nwise.strategies import EndToEnd
-from nwise.tape import Tape
+from nwise.schedule.costs import Costs
+from nwise.stage import LossFn
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
@@ -50,30 +46,12 @@ def batch_size(inputs: Tensors, target: Tensors | None) -> int:
     return len(inputs[0])
 
 
-def numbers_to_try(microbatches: Any, size: int, model: nn.Module) -> list[int]:
-    """Return numbers of micro-batches: those given, or powers of two up to 32 and up to the size of the mini-batch.
-
-    Raises:
-        ValueError: the list is empty, or a number is not from 1 to the size of the mini-batch.
-    """
-    if microbatches is None:
-        # A batch norm needs two samples.
-        least = 2 if any(isinstance(module, BatchNorm) for module in model.modules()) else 1
-        return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or m * least <= size]
-    ms = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
-    if not ms:
-        raise ValueError("`microbatches` should contain at least one number to try. Found none.")
-    for m in ms:
-        check_at_least(1, microbatches=m)
-        if m > size:
-            raise ValueError(f"`microbatches` should be at most the {size} samples of `example`. Found {m}.")
-    return sorted({int(m) for m in ms})
-
-
 def check_functions(model: Any, **functions: Any) -> None:
-    """Raise TypeError unless the model is a module, and every function None or callable."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` should be an nn.Module. Found {type(model).__name__}.")
+    """Raise TypeError unless the model is a module or known, and every function None or callable."""
+    if not isinstance(model, nn.Module | Profile | Costs):
+        raise TypeError(
+            f"`model` should be an nn.Module, the `measured` of a plan, or `nwise.schedule.Costs`. Found {type(model).__name__}."
+        )
     for name, function in functions.items():
         if function is not None and (not callable(function) or (isinstance(function, type) and name == "loss_fn")):
             raise TypeError(f"`{name}` should be a function. Found {type(function).__name__}.")
@@ -164,23 +142,6 @@ def _made(optimizer: Optimizers, parameters: list[nn.Parameter]) -> torch.optim.
 def _mean_square(output: Any, target: object) -> Tensor:
     tensors = [y for y in as_tuple(output, "The output of a head") if y.is_floating_point()]
     return torch.stack([y.float().square().mean() for y in tensors]).sum()
-
-
-def action_overhead() -> float:
-    """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
-    layer = nn.Linear(1, 1)
-    stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
-    stage.survey(layer, None)
-    flow = find_flow(EndToEnd().credit(1)).stages[0]
-    x = torch.zeros(1, 1)
-    batch = Batch([(x,)], [(x,)], [[0.0]])
-
-    def both() -> None:
-        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
-        for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
-            stage.run(Action(kind, 0, 0), tape)
-
-    return statistics.median(timeit.repeat(both, number=1, repeat=20)) / 2
 
 
 def message_latency(device: torch.device) -> float:

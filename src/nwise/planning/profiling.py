@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -17,13 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nwise._torch import BatchNorm
+from nwise.checks import check_at_least
+from nwise.flow import find_flow
 from nwise.losses import explain
+from nwise.microbatch import Batch
 from nwise.planning.allocation import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.partitions import Piece
+from nwise.stage import Stage
+from nwise.strategies import EndToEnd
+from nwise.tape import Tape
 from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
-__all__ = ["Network", "Profile", "profile"]
+__all__ = ["Network", "Profile", "numbers_to_try", "profile"]
 
 _WHAT = "The output of a piece"
 
@@ -65,6 +74,7 @@ class Profile:
         batch_size: samples in a mini-batch.
         starts: index of the first piece of every stage of the network, as it was cut.
         spread: half the distance between the quartiles of the rounds over their median; nan for a single round.
+        overhead: seconds that nwise itself needs for a forward or a backward; default: 0.
     """
 
     pieces: dict[int, list[Piece]]
@@ -72,12 +82,18 @@ class Profile:
     batch_size: int
     starts: tuple[int, ...]
     spread: float
+    overhead: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of all passes of a mini-batch, summed over the numbers of micro-batches."""
         times = (m * (p.forward + p.input_grad + p.weight_grad) for m, pieces in self.pieces.items() for p in pieces)
         return sum(times)
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether all sizes in memory were measured."""
+        return any(piece.peak_bytes for pieces in self.pieces.values() for piece in pieces)
 
     def as_json(self) -> dict[str, Any]:
         """Return the profile as plain values."""
@@ -92,7 +108,7 @@ class Profile:
 
 def profile(
     network: Network,
-    microbatches: Sequence[int],
+    microbatches: int | Sequence[int] | None = None,
     *,
     rounds: int = 5,
     sizes: bool = True,
@@ -102,7 +118,7 @@ def profile(
 
     Args:
         network: the network.
-        microbatches: numbers M of micro-batches, at most the batch size.
+        microbatches: numbers M of micro-batches; default: see `numbers_to_try`.
         rounds: number of rounds after a warm-up round; default 5.
         sizes: whether to measure all sizes in memory, which takes about a third of a second for each piece and M; if not, only
             those of outputs, parameters and optimizer state; default: True.
@@ -111,9 +127,7 @@ def profile(
     Raises:
         ValueError: a number of micro-batches is above the batch size.
     """
-    for m in microbatches:
-        if not 1 <= m <= network.batch_size:
-            raise ValueError(f"`microbatches` should be from 1 to the batch size of {network.batch_size}. Found {m}.")
+    microbatches = numbers_to_try(microbatches, network.batch_size, network.pieces.values())
     bench = _Bench(network)
     times: dict[tuple[int, int], list[dict[str, float]]] = {}
     todo = [(r, m, i) for r in range(rounds + 1) for m in microbatches for i in range(len(bench.names))]
@@ -125,7 +139,53 @@ def profile(
         m: [_piece(bench, i, times[m, i], network.batch_size // m, sizes) for i in range(len(bench.names))]
         for m in microbatches
     }
-    return Profile(pieces, str(network.device), network.batch_size, network.starts, _spread(list(times.values())))
+    spread = _spread(list(times.values()))
+    return Profile(pieces, str(network.device), network.batch_size, network.starts, spread, _action_overhead())
+
+
+def numbers_to_try(microbatches: Any, size: int | None = None, modules: Iterable[nn.Module] = ()) -> list[int]:
+    """Return numbers of micro-batches: those given, or powers of two up to 32 and up to the size of the mini-batch.
+
+    Args:
+        microbatches: a number or several; None for the powers.
+        size: samples in a mini-batch; default: any number.
+        modules: the network; with batch norm each micro-batch has two samples or more. Default: none.
+
+    Raises:
+        ValueError: the list is empty, or a number is not from 1 to the size of the mini-batch.
+
+    >>> numbers_to_try(None, 10), numbers_to_try((4, 2))
+    ([1, 2, 4, 8], [2, 4])
+    """
+    if microbatches is None:
+        # A batch norm needs two samples.
+        least = 2 if any(isinstance(part, BatchNorm) for module in modules for part in module.modules()) else 1
+        return [m for m in (1, 2, 4, 8, 16, 32) if m == 1 or size is None or m * least <= size]
+    ms = list(microbatches) if isinstance(microbatches, Iterable) else [microbatches]
+    if not ms:
+        raise ValueError("`microbatches` should contain at least one number to try. Found none.")
+    for m in ms:
+        check_at_least(1, microbatches=m)
+        if size is not None and m > size:
+            raise ValueError(f"`microbatches` should be at most the {size} samples of a mini-batch. Found {m}.")
+    return sorted({int(m) for m in ms})
+
+
+def _action_overhead() -> float:
+    """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
+    layer = nn.Linear(1, 1)
+    stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
+    stage.survey(layer, None)
+    flow = find_flow(EndToEnd().credit(1)).stages[0]
+    x = torch.zeros(1, 1)
+    batch = Batch([(x,)], [(x,)], [[0.0]])
+
+    def both() -> None:
+        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
+        for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
+            stage.run(Action(kind, 0, 0), tape)
+
+    return statistics.median(timeit.repeat(both, number=1, repeat=20)) / 2
 
 
 def _spread(times: list[list[dict[str, float]]]) -> float:

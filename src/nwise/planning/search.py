@@ -3,6 +3,9 @@
 first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.schedule.assign`); and others
 climbing        pieces and stages move to their neighbours while the period of one order of actions becomes shorter
 finalists       the best schedule of each; then climbing again, with the best schedule of every neighbour
+
+A strategy runs in its best order. A pipeline of `nwise.schedule.BASELINES` has an order of its own, and takes the best of the
+first cuts.
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from nwise.flow import flows_for
 from nwise.planning.devices import Device, limits
 from nwise.schedule.ages import Flows, fixed_ages, weight_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
+from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.named import choose
+from nwise.schedule.named import RULES, choose
 from nwise.schedule.partitions import Piece, check_enough, stage_costs, sums, work
-from nwise.schedule.placement import Placement
+from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timing import CLOSE, Timed, excess, timed
-from nwise.strategies import Strategy
+from nwise.schedule.timing import CLOSE, Limit, Timed, excess, timed
+from nwise.strategies import EndToEnd, Strategy
 
 __all__ = ["Cut", "Search", "search"]
 
@@ -64,7 +68,7 @@ class Search:
 
     Args:
         pieces: pieces of the network, with the costs of one micro-batch.
-        strategy: the strategy.
+        method: a strategy, or the name of one of `nwise.schedule.BASELINES`.
         num_microbatches: number of micro-batches, M.
         devices: the devices.
         num_stages: number of stages, at least one for each device.
@@ -77,7 +81,7 @@ class Search:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        strategy: Strategy,
+        method: Strategy | str,
         num_microbatches: int,
         devices: Sequence[Device],
         num_stages: int,
@@ -85,12 +89,15 @@ class Search:
     ) -> None:
         check_enough(pieces, num_stages)
         self._pieces, self._devices, self._links = pieces, devices, links
-        self._strategy, self._num_microbatches, self._num_stages = strategy, num_microbatches, num_stages
+        self._pipeline = method if isinstance(method, str) else None
+        self._strategy = EndToEnd() if isinstance(method, str) else method
+        self._num_microbatches, self._num_stages = num_microbatches, num_stages
         self._memory = limits(devices)
         self._frozen = next((i for i, piece in enumerate(pieces) if piece.learns), len(pieces))
         self._flows: dict[tuple[bool, ...], Flows] = {}
         self._schedules: dict[tuple[Placement, tuple[bool, ...]], list[Schedule]] = {}
         self._scores: dict[Assignment, tuple[float, float]] = {}
+        self._cuts: dict[Assignment, Cut] = {}
         self._orders = _orders(devices)
 
     # Cuts with their costs --------------------------------------------------------------------------
@@ -117,11 +124,20 @@ class Search:
         Raises:
             DoesNotFit: no order that was tried fits the devices' memory.
         """
+        assignment = tuple(starts), placement
+        if assignment not in self._cuts:
+            timed_cut = self._timed(assignment, self.costs(starts, placement), self._memory)
+            self._cuts[assignment] = Cut(*assignment, timed_cut)
+        return self._cuts[assignment]
+
+    def _timed(self, assignment: Assignment, costs: Costs, memory: Limit) -> Timed:
+        """Return the best schedule of a cut."""
+        starts, placement = assignment
         flows = self._flows_for(self._trainable(starts))
+        if self._pipeline is not None:
+            return timed_pipeline(self._pipeline, flows, costs, placement, memory)
         ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
-        costs = self.costs(starts, placement)
-        result = best_order(flows, costs, placement, ages, memory=self._memory, fixed=fixed)
-        return Cut(tuple(starts), placement, result)
+        return best_order(flows, costs, placement, ages, memory=memory, fixed=fixed)
 
     def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
         ends = (*starts[1:], len(self._pieces))
@@ -149,12 +165,25 @@ class Search:
         return sorted(dict.fromkeys(options), key=lambda one: self.bound(*one))
 
     def _balanced(self, tables: Mapping[Device, list[Matrix]]) -> list[Assignment]:
+        fixed = self._placement
+        if len(self._pieces) == self._num_stages:  # there is one cut
+            fixed = fixed or make_placement("contiguous", self._num_stages, len(self._devices))
+            return [(tuple(range(self._num_stages)), tuple(order[rank] for rank in fixed)) for order in self._orders]
         results: list[Assignment] = []
         for order in self._orders:
-            cut = assign([tables[self._devices[i]] for i in order])
+            ranks = (
+                order if fixed is None else [order[rank] for rank in fixed]
+            )  # in the second case one for every stage
+            cut = assign([tables[self._devices[i]] for i in ranks])
             if cut is not None:
-                results.append((cut[0], tuple(order[rank] for rank in cut[1])))
+                results.append((cut[0], tuple(ranks[i] for i in cut[1])))
         return results
+
+    @property
+    def _placement(self) -> Placement | None:
+        """The placement that a pipeline is made for; None if stages are on devices as they come."""
+        kind = "contiguous" if self._pipeline is None else RULES[self._pipeline].placement
+        return None if kind == "contiguous" else make_placement(kind, self._num_stages, len(self._devices))
 
     def _times(self, device: Device, frozen: int) -> list[Matrix]:
         """Return the work of every stage on a device for every range of pieces; infinite for those that cannot be.
@@ -208,34 +237,37 @@ class Search:
         Raises:
             DoesNotFit: no cut on the way fits the devices' memory.
         """
+        if self._pipeline is not None:
+            return self._best_of(self.assignments[:_FINALISTS])[0]
         ends = sorted(dict.fromkeys(map(self._climbed, dict.fromkeys(self._first()))), key=self._score)
         finalists = ends[: _FINALISTS if self._memory is None else _MORE_FINALISTS]
-        cuts = [cut for cut in map(self._fitting, finalists) if cut is not None]
+        return min(map(self._polished, self._best_of(finalists)[:_FINALISTS]), key=lambda cut: cut.timed.rank)
+
+    def _best_of(self, assignments: Sequence[Assignment]) -> list[Cut]:
+        """Return the cuts that fit the memory, the best first."""
+        cuts, failures = list[Cut](), list[DoesNotFit]()
+        for assignment in assignments:
+            try:
+                cuts.append(self.cut(*assignment))
+            except DoesNotFit as error:
+                failures.append(error)
         if not cuts:
-            raise self._misfit(ends[0])
-        best = sorted(cuts, key=lambda cut: cut.timed.rank)[:_FINALISTS]
-        return min(map(self._polished, best), key=lambda cut: cut.timed.rank)
-
-    def _misfit(self, assignment: Assignment) -> DoesNotFit:
-        costs = self.costs(*assignment)
-        sizes = [excess(peak_bytes(s, costs), self._memory) for s in self._known_schedules(assignment, costs)]
-        return DoesNotFit("the smallest cut tried, on its tightest device", *min(sizes)[1:])
-
-    def _fitting(self, assignment: Assignment) -> Cut | None:
-        try:
-            return self.cut(*assignment)
-        except DoesNotFit:
-            return None
+            least = min(failures, key=lambda error: error.least / error.memory)
+            raise DoesNotFit("the smallest cut tried, on its tightest device", least.least, least.memory)
+        return sorted(cuts, key=lambda cut: cut.timed.rank)
 
     def _polished(self, cut: Cut) -> Cut:
         """Climb with the best schedule of every neighbour that may be better, where `_climbed` knows one order only."""
         while True:
             limit = cut.timed.period * (1 - CLOSE)
             near = [one for one in self._neighbours((cut.starts, cut.placement)) if self.bound(*one) < limit]
-            options = [one for one in map(self._fitting, near) if one is not None and one.timed.period < limit]
-            if not options:
+            try:
+                better = self._best_of(near)[0] if near else cut
+            except DoesNotFit:
                 return cut
-            cut = min(options, key=lambda one: one.timed.rank)
+            if better.timed.period >= limit:
+                return cut
+            cut = better
 
     def _climbed(self, assignment: Assignment) -> Assignment:
         known, best = self._score(assignment), assignment
@@ -250,8 +282,12 @@ class Search:
         """Return how far a cut exceeds the memory (1: not at all), and its period, with the best known order."""
         if assignment not in self._scores:
             costs = self.costs(*assignment)
+            limit = self._memory
             self._scores[assignment] = min(
-                (max(1.0, excess(peak_bytes(schedule, costs), self._memory)[0]), timed(schedule, costs).period)
+                (
+                    1.0 if limit is None else max(1.0, excess(peak_bytes(schedule, costs), limit)[0]),
+                    timed(schedule, costs).period,
+                )
                 for schedule in self._known_schedules(assignment, costs)
             )
         return self._scores[assignment]
@@ -260,11 +296,13 @@ class Search:
         """Return the best order for the first cut of this placement, and under a limit the one with the least memory."""
         starts, placement = assignment
         key = placement, self._trainable(starts)
-        if key not in self._schedules:
+        if key not in self._schedules and self._memory is None:
+            self._schedules[key] = [self.cut(*assignment).timed.schedule]
+        elif key not in self._schedules:
             flows = self._flows_for(key[1])
             ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
-            self._schedules[key] = [best_order(flows, costs, placement, ages, fixed=fixed).schedule]
-            if self._memory is not None:
+            self._schedules[key] = [self._timed(assignment, costs, None).schedule]
+            if self._pipeline is None:
                 self._schedules[key].append(choose("depth-first", flows, placement, ages, costs, fixed=fixed))
         return self._schedules[key]
 
@@ -292,7 +330,7 @@ class Search:
 
 def search(
     pieces: Mapping[int, Sequence[Piece]],
-    strategy: Strategy,
+    method: Strategy | str,
     devices: Sequence[Device],
     num_stages: int | None = None,
     progress: Callable[[list[int]], Iterable[int]] = iter,
@@ -302,7 +340,7 @@ def search(
 
     Args:
         pieces: pieces of the network with the costs of one micro-batch, by the number of micro-batches.
-        strategy: the strategy, the same at every step.
+        method: a strategy, the same at every step, or the name of one of `nwise.schedule.BASELINES`.
         devices: the devices.
         num_stages: number of stages; default: one for each device.
         progress: wraps the list of numbers of micro-batches, for a progress bar; default: none.
@@ -323,7 +361,7 @@ def search(
     best: Cut | None = None
     failures: list[DoesNotFit] = []
     for m in progress(sorted(pieces)):
-        one = Search(pieces[m], strategy, m, devices, size, links)
+        one = Search(pieces[m], method, m, devices, size, links)
         if best is not None and one.bound(*one.assignments[0]) > best.timed.period * (1 + CLOSE):
             continue
         try:

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nwise.graph import add_gradients
 from nwise.kept import keep
@@ -42,16 +41,11 @@ class PieceSizes:
             "activation_bytes": max(0, first.kept - made),
             "held_bytes": max(0, graph.kept - first.kept + made),
             "released_bytes": max(0, sum(x.nbytes for x in self._tracked) - passing.kept + graph.kept),
+            "scratch_bytes": max(0, first.peak - first.kept),
             "cotangent_bytes": self._cotangents(),
-            "forward_peak_bytes": first.peak,
-            "input_grad_peak_bytes": self._pass(self._tracked, again=True),  # another pass follows an I
             "gradient_bytes": sum(p.nbytes for p in self._learns),
+            "peak_bytes": self._peak(),
         }
-        for name, wrt in (("weight_grad", self._learns), ("both", self._learns + self._tracked)):
-            for where, inside in (("", False), ("inner_", True)):
-                sizes[f"{where}{name}_peak_bytes"] = self._pass(wrt, inside=inside)
-        later = self._pass(self._learns + self._tracked, later=True)
-        sizes["fresh_gradient_bytes"] = max(0, sizes["both_peak_bytes"] - later)
         _clear([*self._tracked, *self._learns])
         return {name: float(size) for name, size in sizes.items()}
 
@@ -70,27 +64,18 @@ class PieceSizes:
             add_gradients(outputs, cotangents, self._tracked, retain_graph=True)
         return 0 if kept is None else kept.num_bytes
 
-    def _pass(self, wrt: list[Tensor], *, inside: bool = False, again: bool = False, later: bool = False) -> int:
-        """Return the peak of a pass.
+    def _peak(self) -> int:
+        """Return the peak of the pass to the parameters, or of that to the input if there are none."""
 
-        Args:
-            wrt: tensors whose gradients it makes.
-            inside: whether the piece is inside a stage. Then nothing else holds its output, and the peak includes the gradient to
-                the output, which the piece frees as soon as it can.
-            again: whether another pass follows, so the graph stays.
-            later: whether the parameters have gradients of an earlier micro-batch, to which the new ones are added.
-        """
+        def ends() -> tuple[list[Tensor], list[Tensor]]:
+            roots = [y for y in self._forward() if y.requires_grad]
+            return roots, [torch.zeros_like(y) for y in roots]
 
-        def ends() -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
-            roots = [y * 1.0 if inside else y for y in self._forward() if y.requires_grad]
-            return list(map(get_gradient_edge, roots)) if inside else roots, [torch.zeros_like(y) for y in roots]
-
-        _clear([*self._tracked, *self._learns])
-        for p in self._learns if later else ():
-            p.grad = torch.zeros_like(p)
+        wrt = self._learns or self._tracked
+        _clear(wrt)
         if not wrt or not any(y.requires_grad for y in self.outputs):
             return 0
-        backward = partial(add_gradients, leaves=wrt, retain_graph=again)
+        backward = partial(add_gradients, leaves=wrt, retain_graph=False)
         return allocated(lambda given: backward(*given), self._device, ends).peak
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "stages_on",
     "timed_method",
     "timed_order",
+    "timed_pipeline",
 ]
 
 BASELINES = tuple(name for name, order in RULES.items() if order.baseline)
@@ -83,8 +84,13 @@ def baseline(
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     flows = method_flows(name, num_stages, num_microbatches)
     ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)
-    check_memory(memory, len(set(ranks)))
-    return fastest(_schedules(name, flows, ranks, costs, small=memory is not None), costs, name, memory=memory)
+    return timed_pipeline(name, flows, costs, ranks, memory)
+
+
+def timed_pipeline(name: str, flows: Flows, costs: Costs, placement: Placement, memory: Limit = None) -> Timed:
+    """Return one of `BASELINES` with its period, given the rank of every stage; see `baseline`."""
+    check_memory(memory, len(set(placement)))
+    return fastest(_schedules(name, flows, placement, costs, small=memory is not None), costs, name, memory=memory)
 
 
 def timed_method(name: str, **options: Any) -> Timed:

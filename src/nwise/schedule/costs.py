@@ -20,8 +20,8 @@ _LARGEST = 1e30  # keeps sums finite
 # Costs divided among the micro-batches of a mini-batch.
 _OF_BATCH = (
     *("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes", "output_bytes"),
-    *("cotangent_bytes", "forward_peak_bytes", "head_peak_bytes"),
-    *("input_grad_peak_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
+    *("cotangent_bytes", "scratch_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
+    *("input_grad_peak_bytes", "head_peak_bytes"),
 )
 # Costs common to all stages.
 _COMMON = ("latency", "overhead", "bandwidth")
@@ -55,11 +55,9 @@ class Costs:
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions (`Hogwild` with weights in
             memory keeps none); default: 0.
         fixed_bytes: memory that is always in use (parameters, optimizer state); default: 0.
-        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of an F, an H and the update, beyond the
-            memory in use before; default: 0.
-        input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: the same for an I, a W and a B; default: 0.
-        fresh_gradient_bytes: part of the peak of a W or B that only a mini-batch's first one needs, because it leaves new
-            gradients, where a later one adds each to an old one and frees it; default: 0.
+        scratch_bytes: memory of an F beyond its activations and output; default: 0.
+        weight_grad_peak_bytes, both_peak_bytes, input_grad_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of a W, a
+            B, an I, an H and the update, beyond the memory in use before; default: 0.
 
     Raises:
         ValueError: a cost is negative or not a number.
@@ -85,12 +83,11 @@ class Costs:
     head_gradient_bytes: Scalars = 0.0
     weight_bytes: Scalars = 0.0
     fixed_bytes: Scalars = 0.0
-    forward_peak_bytes: Scalars = 0.0
-    head_peak_bytes: Scalars = 0.0
-    input_grad_peak_bytes: Scalars = 0.0
+    scratch_bytes: Scalars = 0.0
     weight_grad_peak_bytes: Scalars = 0.0
     both_peak_bytes: Scalars = 0.0
-    fresh_gradient_bytes: Scalars = 0.0
+    input_grad_peak_bytes: Scalars = 0.0
+    head_peak_bytes: Scalars = 0.0
     update_peak_bytes: Scalars = 0.0
 
     def __post_init__(self) -> None:

@@ -30,13 +30,12 @@ _Places = dict[_Tape, list[int]]
 _Span = tuple[int, int, int, float]
 
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
-_PEAKS = {
-    Kind.FORWARD: "forward_peak_bytes",
-    Kind.HEAD: "head_peak_bytes",
-    Kind.INPUT_GRAD: "input_grad_peak_bytes",
-    Kind.WEIGHT_GRAD: "weight_grad_peak_bytes",
-    Kind.BOTH: "both_peak_bytes",
-    Kind.UPDATE: "update_peak_bytes",
+_NAMES_OF_PEAKS = {
+    Kind.HEAD: "head",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+    Kind.BOTH: "both",
+    Kind.UPDATE: "update",
 }
 
 
@@ -50,9 +49,8 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             before its next pass.
     """
     size = schedule.num_stages
-    extra = {kind: costs.per_stage(name, size) for kind, name in _PEAKS.items()}
     kept, output = costs.per_stage("activation_bytes", size), costs.per_stage("output_bytes", size)
-    fresh = costs.per_stage("fresh_gradient_bytes", size)
+    extra = _peaks(costs, kept, output)
     peaks = []
     for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs), strict=True):
         work = _Work(schedule, numbers, recompute)
@@ -60,7 +58,6 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
         reruns = {first for spans in work.graphs.values() for first, _ in spans if work.actions[first].kind in PASSES}
-        news = {i for i, _ in work.gradients()}
         # In the steady state, a span that ends n cycles later is live n times when the list begins.
         for first, last, cycles, num_bytes in work.spans(costs):
             live += num_bytes * cycles
@@ -72,8 +69,6 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
             if recompute and action.kind is Kind.FORWARD and task not in schedule.continued:
                 peak -= kept[k]  # freed piece by piece
-            if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH) and i not in news:
-                peak -= fresh[k]
             if action.kind in PASSES and schedule.graph.stage(task).cotangent(action.message).is_new:
                 peak += output[k]
             if i in reruns:
@@ -84,6 +79,14 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             live -= ends[i]
         peaks.append(most)
     return tuple(peaks)
+
+
+def _peaks(costs: Costs, kept: Sequence[float], output: Sequence[float]) -> dict[Kind, Sequence[float]]:
+    """Return the peak of every kind of action, by stage, beyond the memory in use before."""
+    size = len(kept)
+    scratch = costs.per_stage("scratch_bytes", size)
+    peaks = {kind: costs.per_stage(f"{name}_peak_bytes", size) for kind, name in _NAMES_OF_PEAKS.items()}
+    return {Kind.FORWARD: [sum(sizes) for sizes in zip(kept, output, scratch, strict=True)], **peaks}
 
 
 def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

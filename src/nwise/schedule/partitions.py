@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import sub
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from nwise.flow import Flow, StageFlow
 from nwise.schedule.assign import Matrix, assign
 from nwise.schedule.costs import Costs
 
-__all__ = ["Piece", "check_enough", "partition", "stage_costs", "sums", "work"]
+__all__ = ["Piece", "check_enough", "partition", "pieces_of", "stage_costs", "sums", "work"]
 
 # Costs of a stage that are the sums of its pieces', and those of its last piece.
 _SUMS = (
@@ -44,11 +44,8 @@ class Piece:
         gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
         weight_bytes: size of parameters; default: 0.
         fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
-        forward_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
-        input_grad_peak_bytes, weight_grad_peak_bytes, both_peak_bytes: likewise; default: 0.
-        inner_weight_grad_peak_bytes, inner_both_peak_bytes: the same inside a stage, where nothing else holds the output, with
-            the gradient to the output; default: 0.
-        fresh_gradient_bytes: as in `Costs`; default: 0.
+        scratch_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
+        peak_bytes: peak memory of the pass to its weights, or to its input if it has none; default: 0.
         learns: whether it has parameters to train; default: True.
     """
 
@@ -69,14 +66,9 @@ class Piece:
     weight_bytes: float = 0.0
     fixed_bytes: float = 0.0
     head_bytes: float = 0.0
-    forward_peak_bytes: float = 0.0
+    scratch_bytes: float = 0.0
+    peak_bytes: float = 0.0
     head_peak_bytes: float = 0.0
-    input_grad_peak_bytes: float = 0.0
-    weight_grad_peak_bytes: float = 0.0
-    both_peak_bytes: float = 0.0
-    inner_weight_grad_peak_bytes: float = 0.0
-    inner_both_peak_bytes: float = 0.0
-    fresh_gradient_bytes: float = 0.0
     update_peak_bytes: float = 0.0
     learns: bool = True
 
@@ -105,6 +97,29 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
     cut = assign([tables] * num_stages)
     assert cut is not None, "nothing forbids a cut"
     return list(cut[0])
+
+
+def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
+    """Return a network with given costs in pieces, each named by the share of the network before it.
+
+    Args:
+        costs: costs of a micro-batch in every stage.
+        num_stages: number of stages.
+        parts: number of equal pieces of a stage; a head may follow each.
+
+    >>> [(piece.name, piece.forward) for piece in pieces_of(Costs(1, 0.5, 1, 1), 2, parts=2)]
+    [('0 %', 0.5), ('25 %', 0.5), ('50 %', 0.5), ('75 %', 0.5)]
+    """
+    size, costs = num_stages * parts, costs.cut_in(parts)
+    names = (*_SUMS, *_OF_LAST, "scratch_bytes", "chain_share")
+    columns = zip(*(costs.per_stage(name, size) for name in names), strict=True)
+    pieces = []
+    for i, column in enumerate(columns):
+        values = dict(zip(names, column, strict=True))
+        chain = values.pop("chain_share") * values["input_grad"]
+        peak = costs.per_stage("weight_grad_peak_bytes", size)[i]
+        pieces.append(Piece(f"{i / size:.0%}".replace("%", " %"), chain=chain, peak_bytes=peak, **values))
+    return pieces
 
 
 def check_enough(pieces: Sequence[object], num_stages: int) -> None:
@@ -166,35 +181,15 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     costs["chain_share"] = [
         min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, costs["input_grad"], strict=True)
     ]
+    costs["scratch_bytes"] = [max(piece.scratch_bytes for piece in stage) for stage in stages]
+    given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
+    costs["weight_grad_peak_bytes"] = list(map(_peak, stages))
+    costs["both_peak_bytes"] = list(map(_peak, stages, given))
+    costs["input_grad_peak_bytes"] = [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)]
     for k, stage in enumerate(stages):
         costs["activation_bytes"][k] += sum(_kept_inside(stage))
         costs["fixed_bytes"][k] += heads[k] * stage[-1].head_bytes
-    w, b, later_w, later_b = (
-        [_weight_grad_peak(stage, inputs=inputs, later=later) for stage in stages]
-        for later in (False, True)
-        for inputs in (False, True)
-    )
-    return Costs(
-        **costs,
-        forward_peak_bytes=list(map(_forward_peak, stages)),
-        input_grad_peak_bytes=list(map(_input_grad_peak, stages)),
-        weight_grad_peak_bytes=w,
-        both_peak_bytes=b,
-        fresh_gradient_bytes=[
-            max(0.0, min(*less)) for less in zip(map(sub, w, later_w), map(sub, b, later_b), strict=True)
-        ],
-        **links,
-    )
-
-
-def _forward_peak(pieces: Sequence[Piece]) -> float:
-    """Return the peak memory of a stage's forward: that of a piece, beside the tensors that the pieces before it keep."""
-    kept = peak = given = 0.0
-    for piece, stays in zip(pieces, [*_kept_inside(pieces), 0.0], strict=True):
-        peak = max(peak, kept + given + piece.forward_peak_bytes)
-        kept += piece.activation_bytes + stays
-        given = piece.message_bytes - stays
-    return peak
+    return Costs(**costs, **links)
 
 
 def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
@@ -205,39 +200,33 @@ def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
     ]
 
 
-def _input_grad_peak(pieces: Sequence[Piece]) -> float:
-    """Return the peak memory of an I, which frees nothing, because another pass follows: a piece beside its own cotangent."""
-    inside = [0.0] + [piece.message_bytes for piece in pieces[-2::-1]]
-    return max(made + piece.input_grad_peak_bytes for made, piece in zip(inside, reversed(pieces), strict=True))
-
-
-def _weight_grad_peak(pieces: Sequence[Piece], *, inputs: bool, later: bool = False) -> float:
-    """Return the peak memory of a W or B: the pieces behind have made gradients, and freed their activations and inputs.
-
-    Args:
-        pieces: the pieces of the stage.
-        inputs: whether it is a B.
-        later: whether the parameters have gradients already, to which the new ones are added.
-    """
+def _peak(pieces: Sequence[Piece], given: float = 0.0) -> float:
+    """Return the peak memory of a W, or of a B that makes a gradient to the stage's input of `given` bytes, too."""
     # The pass goes from the last piece to the first. `change` is the memory in use compared with the start of the pass: each
-    # piece frees its activations, and leaves gradients of its parameters unless it adds them to old ones.
+    # piece frees its activations, and leaves gradients of its parameters.
     #
     #     piece 0           piece 1           piece 2  <-- the pass begins
     #              stays[0]          stays[1]              an output between two pieces, freed with the later piece
-    last, stays = len(pieces) - 1, _kept_inside(pieces)
     change = peak = 0.0
+    stays = _kept_inside(pieces)
     for i in reversed(range(len(pieces))):
-        piece = pieces[i]
-        through = inputs or i > 0  # only the first piece of a W needs no gradient to its input
-        if i == last:
-            own = piece.both_peak_bytes if through else piece.weight_grad_peak_bytes
-        else:
+        # The gradient to its output, and later that to its input.
+        above, below = pieces[i].message_bytes, pieces[i - 1].message_bytes if i else given
+        own = pieces[i].peak_bytes + (max(above, below) if i < len(stays) else below)
+        if i < len(stays):
             change -= stays[i]
-            own = piece.inner_both_peak_bytes if through else piece.inner_weight_grad_peak_bytes
-            own += piece.held_bytes
-        peak = max(peak, change + own - later * piece.fresh_gradient_bytes)
-        change += (not later) * piece.gradient_bytes - piece.activation_bytes
+            own += pieces[i].held_bytes
+        peak = max(peak, change + own)
+        change += pieces[i].gradient_bytes - pieces[i].activation_bytes
     return peak
+
+
+def _input_grad_peak(pieces: Sequence[Piece], start: int, end: int) -> float:
+    """Return the peak memory of an I, which frees nothing, because another pass follows: a piece's cotangents at every layer."""
+    given = [0.0, *(piece.message_bytes for piece in pieces)]
+    made = [*given[start + 1 : end], 0.0]  # the cotangent of a piece's output, inside the stage
+    own = (piece.cotangent_bytes + given[i] for i, piece in enumerate(pieces[start:end], start))
+    return max(map(add, made, own)) if start else 0.0
 
 
 def _chain(pieces: Sequence[Piece]) -> float:

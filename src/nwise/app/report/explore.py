@@ -14,10 +14,10 @@ from typing import Any
 from nwise.app.report.grid import KIND_COLOURS, Picture
 from nwise.app.report.html import write_page
 from nwise.checks import check_at_least
+from nwise.planning.plans import is_late, same_gradients
 from nwise.schedule import BASELINES, Costs, Timed
 from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import known_method, stages_on, timed_method
-from nwise.schedule.methods import is_late, same_gradients
 from nwise.schedule.simulation import Event
 from nwise.strategies import EndToEnd, Local, strategy
 
