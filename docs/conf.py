@@ -35,6 +35,7 @@ default_role = "code"  # `name` in docstrings
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
+autodoc_default_options = {"show-inheritance": True}
 autodoc_inherit_docstrings = False  # an override without a docstring is documented in its base class
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -65,7 +66,9 @@ def _prepare(app: Any, docname: str, source: list[str]) -> None:
     if docname in ("index", "api/index"):  # the lists of links are the sidebar
         source[0] = re.sub(r"((?:^- \[.*\n(?:  .*\n)*)+)", _with_tree, source[0], flags=re.M)
     if docname == "index":
-        source[0] = re.sub(r"\[([^]]+)\]\(looking.md#the-schedule-explorer\)", rf'<a href="{EXPLORER}">\1</a>', source[0])
+        source[0] = re.sub(
+            r"\[([^]]+)\]\(looking.md#the-schedule-explorer\)", rf'<a href="{EXPLORER}">\1</a>', source[0]
+        )
 
 
 def _with_tree(match: re.Match[str]) -> str:

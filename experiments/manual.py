@@ -1,16 +1,26 @@
-"""The figures of the manual and of the README, from records alone: `python -m experiments.manual`, in two minutes."""
+"""The pictures of the manual and of the README, from records alone: `python -m experiments.manual`, in two minutes.
+
+The last two show pages, and need Chromium; BROWSER names another browser of its kind.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
+import nwise
 from experiments.frontier import clock
 from experiments.frontier import experiment as frontier
 from experiments.harness.claims import Claim, holm, interval
@@ -20,6 +30,7 @@ from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from experiments.index import experiment
 from experiments.width import experiment as width
+from nwise.app import cli
 from nwise.app.report.figures import flow_figure, method_colour, new_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.schedule import Costs
@@ -139,7 +150,9 @@ def equal_time(path: Path) -> None:
                             linestyle="",
                         )
             axes.set(title=title, xlabel="test loss, nats per byte (lower is better)", ylim=(-len(_ROWS) + 0.4, 0.6))
-            axes.set_yticks([-row for row in range(len(_ROWS))], list(_ROWS.values()) if not each else [""] * len(_ROWS))
+            axes.set_yticks(
+                [-row for row in range(len(_ROWS))], list(_ROWS.values()) if not each else [""] * len(_ROWS)
+            )
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 
 
@@ -173,9 +186,53 @@ def convolutional(path: Path) -> None:
 def schedules(path: Path) -> None:
     """Draw 2-wise above two exact pipelines; every action takes one unit of time."""
     options = {"num_stages": 4, "num_microbatches": 2, "costs": Costs(1, 1, 1, 1)}
-    schedule_figure([Picture(name, timed_method(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path)
+    schedule_figure(
+        [Picture(name, timed_method(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path
+    )
 
 
+def _photograph(page: Path, path: Path) -> None:
+    """Write what a browser shows of a page at first, with the version of nwise that made it."""
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        "--window-size=1200,900",
+        "--virtual-time-budget=9000",
+    ]
+    browser = os.environ.get("BROWSER", "chromium")
+    subprocess.run([browser, *options, f"--screenshot={path}", page.as_uri()], check=True, capture_output=True)
+    note(path, version=nwise.__version__)
+
+
+def report(path: Path) -> None:
+    """Train the digits with two strategies, and photograph the report of both runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("2-wise", "end-to-end"):
+            options = ["--strategy", name, "--heads", "all", "--epochs", "5", "--runs", folder]
+            assert cli.run(["train", "digits", *options]) == 0
+        runs = [str(Path(folder) / f"digits-{name}-001") for name in ("2-wise", "end-to-end")]
+        assert cli.run(["report", *runs, "--out", f"{folder}/report.html"]) == 0
+        _photograph(Path(folder, "report.html"), path)
+
+
+def explorer(path: Path) -> None:
+    """Photograph a small schedule explorer."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = f"{folder}/explore.html"
+        options = ["--stages", "4", "8", "--microbatches", "1", "2", "4", "8", "--costs", "transformer"]
+        assert cli.run(["explore", *options, "--out", page]) == 0
+        _photograph(Path(page), path)
+
+
+# The records that a figure draws; the others draw schedules and flows, and nothing measured.
+_TRAINED = ("experiments/frontier/medium.jsonl", "experiments/width/medium.jsonl")
+SOURCES: dict[str, tuple[str, ...]] = {
+    "latency": ("benchmarks/links/records/8.jsonl",),
+    "stages": ("benchmarks/planning/records/methods.jsonl",),
+    "equal-time": _TRAINED,
+    "claims": ("experiments/e1/medium.jsonl", "experiments/e2/medium.jsonl"),
+}
 FIGURES: dict[str, Callable[[Path], None]] = {
     "latency": latency,
     "stages": stages,
@@ -183,13 +240,33 @@ FIGURES: dict[str, Callable[[Path], None]] = {
     "claims": convolutional,
     "flow": partial(flow_figure, [Local(), NWise(2), NWise(3), EndToEnd()], 4),
     "schedule": schedules,
+    "report": report,
+    "explore": explorer,
 }
+
+
+def digest(sources: Sequence[str]) -> str:
+    """Return what a figure says of its records, so that a test notices when they have changed."""
+    return sha256(b"".join((ROOT / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 
 def main(*names: str) -> None:
     """Draw the figures of these names, by default all, into docs/."""
     for name in names or FIGURES:
-        FIGURES[name](ROOT / "docs" / f"{name}.png")
+        path = ROOT / "docs" / f"{name}.png"
+        FIGURES[name](path)
+        if name in SOURCES:
+            note(path, records=digest(SOURCES[name]))
+
+
+def note(path: Path, **texts: str) -> None:
+    """Write texts into a picture that no viewer shows."""
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_text(key, text)
+    with Image.open(path) as picture:
+        picture.load()
+        picture.save(path, pnginfo=info)
 
 
 if __name__ == "__main__":

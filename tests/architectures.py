@@ -142,17 +142,16 @@ def table() -> str:
     lines = [
         "# Architectures",
         "",
-        f"`nwise.split` cuts {len(FAMILIES)} classes of `transformers` by the names of their modules. A test of each class, with a",
-        "tiny network, compares outputs and gradients with the original, trains the network, and saves and loads it bit for bit.",
-        "Another test changes every [setting](../tests/settings.md) of the configurations; `nwise.split` refuses the few that",
-        "stages cannot follow, by name. Version 5.23 was tested.",
+        f"`nwise.split` cuts {len(FAMILIES)} classes of `transformers` by the names of their modules. A test of each, with a",
+        "tiny network, compares outputs and gradients with the original, trains it, and saves and loads it bit for bit. A test",
+        "of every [setting](../tests/settings.md) of the configurations shows what stages follow; `nwise.split` refuses the few",
+        "that they cannot, by name. Version 5.23 was tested.",
         "",
         "| cut at | classes |",
         "|---|---|",
         *(f"| {cut} | {', '.join(names)} |" for cut, names in cuts.items()),
     ]
-    lines += ["", "Not cut by name:", "", "| class | why not |", "|---|---|"]
-    lines += [f"| `{name}` | {reason} |" for name, reason in sorted(NOT_CUT.items())]
+    lines += ["", "Not cut by name:", "", *(f"- `{name}`: {reason}." for name, reason in sorted(NOT_CUT.items()))]
     lines += [
         "",
         "To add a class, list its modules in `nwise.network.families.FAMILIES`. Any network can be cut by hand, because a stage",

@@ -245,10 +245,10 @@ def row(name: str) -> str:
 
 HEAD = """# Settings of the architectures
 
-A split network is the network, in training too. For every [class that nwise cuts by name](../docs/architectures.md), a test changes the
-settings of the configuration one at a time, in a tiny network. It runs the model and its stages in training mode with one seed,
-with all inputs and with the required ones only. Outputs are equal bit for bit, and gradients up to rounding. With the usual
-settings the test also pads on the left, packs two texts into one row, and gives a mask of four dimensions.
+A split network is the network, in training too. For every [class that nwise cuts by name](../docs/architectures.md), a test
+changes the settings of the configuration one at a time, in a tiny network. It runs the model and its stages in training mode with
+one seed, with all inputs and with the required ones only. Outputs are equal bit for bit, and gradients up to rounding. With the
+usual settings the test also pads on the left, packs two texts into one row, and gives a mask of four dimensions.
 
 The table leaves out sizes, settings that no forward reads, and settings that change nothing in a class. If stages cannot do what
 a setting asks, `nwise.split` refuses it by name. `python tests/settings.py` writes this page; transformers 5.23 was tested.
