@@ -62,9 +62,9 @@ def _prepare(app: Any, docname: str, source: list[str]) -> None:
 
     if docname == "changelog":
         source[0] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    source[0] = re.sub(r"\]\((\.\./[^)#]+)\)", target, source[0])
+    source[0] = re.sub(r"\]\((\.\./[^)#]+)(?:#[^)]*)?\)", target, source[0])
     if docname in ("index", "api/index"):  # the lists of links are the sidebar
-        source[0] = re.sub(r"((?:^- \[.*\n(?:  .*\n)*)+)", _with_tree, source[0], flags=re.M)
+        source[0] = re.sub(r"^(?:## (.*)\n\n)?((?:- \[.*\n(?:  .*\n)*)+)", _with_tree, source[0], flags=re.M)
     if docname == "index":
         source[0] = re.sub(
             r"\[([^]]+)\]\(looking.md#the-schedule-explorer\)", rf'<a href="{EXPLORER}">\1</a>', source[0]
@@ -72,8 +72,9 @@ def _prepare(app: Any, docname: str, source: list[str]) -> None:
 
 
 def _with_tree(match: re.Match[str]) -> str:
-    pages = re.findall(r"^- \[.*?\]\((\S+)\.md\)", match[1], re.M)
-    return "\n".join([match[1], "```{toctree}", ":hidden:", "", *pages, "```", ""])
+    pages = re.findall(r"^- \[.*?\]\((\S+)\.md\)", match[2], re.M)
+    caption = [f":caption: {match[1]}"] if match[1] else []
+    return "\n".join([match[0], "```{toctree}", ":hidden:", *caption, "", *pages, "```", ""])
 
 
 def _explorer(app: Any, error: Exception | None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -88,7 +89,7 @@ def latency(path: Path) -> None:
 def stages(path: Path) -> None:
     """Draw the planned steps against the number of stages, on fast and on slow links."""
     rows = _records("planning/records/methods.jsonl")
-    with make_panels(2, path, width=4.2, height=3.7, share=True) as (_, panels):
+    with make_panels(1, path, rows=2, width=5.4, height=3.1, share=True) as (_, panels):
         for axes, (title, each) in zip(panels, _COLUMNS.items(), strict=True):
             points = {
                 name: sorted((r["devices"], r["period"]) for r in rows if (r["method"], r["latency"]) == (name, each))
@@ -98,7 +99,6 @@ def stages(path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_xticks([4, 8, 16, 32], ["4", "8", "16", "32"])
             axes.set(title=title, xlabel="stages")
-        panels[1].set_ylabel("")
 
 
 # Rows of the figure at equal time: the frontier's arm, and what readers call it.
@@ -131,7 +131,7 @@ def at_equal_time(name: str, wide: int, each: float) -> dict[int, float]:
 
 def equal_time(path: Path) -> None:
     """Draw the test loss of six methods at equal time, on fast and on slow links, at two widths."""
-    with make_panels(2, path, width=4.4, height=3.6) as (figure, panels):
+    with make_panels(1, path, rows=2, width=5.4, height=2.8) as (figure, panels):
         for axes, (title, each) in zip(panels, _COLUMNS.items(), strict=True):
             for row, name in enumerate(_ROWS):
                 for wide, (hollow, beside) in _WIDTHS.items():
@@ -150,9 +150,7 @@ def equal_time(path: Path) -> None:
                             linestyle="",
                         )
             axes.set(title=title, xlabel="test loss, nats per byte (lower is better)", ylim=(-len(_ROWS) + 0.4, 0.6))
-            axes.set_yticks(
-                [-row for row in range(len(_ROWS))], list(_ROWS.values()) if not each else [""] * len(_ROWS)
-            )
+            axes.set_yticks([-row for row in range(len(_ROWS))], list(_ROWS.values()))
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
 
 
@@ -160,15 +158,23 @@ def forest(groups: Sequence[Sequence[Claim]], unit: str, path: Path) -> None:
     """Draw the effect of every claim with its 95 % interval; a hollow dot is undecided after the correction of its experiment."""
     pairs = [pair for claims in groups for pair in zip(claims, holm(claims), strict=True)]
     kept = [(claim, stays) for claim, stays in pairs if claim.seeds > 1]
-    with new_figure(8.4, 0.8 + 0.24 * len(kept), path) as figure:
+    with new_figure(5.8, 0.8 + 0.3 * len(kept), path) as figure:
         axes = figure.subplots()
         for i, (claim, stays) in enumerate(kept):
             colour = _VERDICTS["holds" if claim.verdict == "exact" else claim.verdict]
             error = [[claim.effect - claim.low], [claim.high - claim.effect]]
-            fill = colour if stays else "white"
-            axes.errorbar([claim.effect], [-i], xerr=error, fmt="o", color=colour, mfc=fill, capsize=2, ms=5)
+            axes.errorbar(
+                [claim.effect],
+                [-i],
+                xerr=error,
+                fmt="o",
+                color=colour,
+                mfc=colour if stays else "white",
+                capsize=2,
+                ms=5,
+            )
         axes.axvline(0, color="#999999", lw=0.8)
-        axes.set_yticks([-i for i in range(len(kept))], [claim.text.removeprefix("muon: ") for claim, _ in kept])
+        axes.set_yticks([-i for i in range(len(kept))], [fill(claim.text, 40) for claim, _ in kept])
         axes.set(xlabel=f"effect, {unit}", ylim=(-len(kept) + 0.4, 0.6))
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0, labelsize=8)
