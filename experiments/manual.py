@@ -31,7 +31,6 @@ from experiments.harness.runs import Runs, loss_at
 from experiments.harness.store import Store
 from experiments.index import experiment
 from experiments.width import experiment as width
-from nwise.app import cli
 from nwise.app.report.figures import flow_figure, method_colour, new_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.schedule import Costs
@@ -211,24 +210,26 @@ def _photograph(page: Path, path: Path) -> None:
     note(path, version=nwise.__version__)
 
 
+def _nwise(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "nwise", *words], check=True)
+
+
 def report(path: Path) -> None:
     """Train the digits with two strategies, and photograph the report of both runs."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("2-wise", "end-to-end"):
-            options = ["--strategy", name, "--heads", "all", "--epochs", "5", "--runs", folder]
-            assert cli.run(["train", "digits", *options]) == 0
-        runs = [str(Path(folder) / f"digits-{name}-001") for name in ("2-wise", "end-to-end")]
-        assert cli.run(["report", *runs, "--out", f"{folder}/report.html"]) == 0
+            _nwise("train", "digits", "--strategy", name, "--heads", "all", "--epochs", "5", "--runs", folder)
+        runs = [f"{folder}/digits-{name}-001" for name in ("2-wise", "end-to-end")]
+        _nwise("report", *runs, "--out", f"{folder}/report.html")
         _photograph(Path(folder, "report.html"), path)
 
 
 def explorer(path: Path) -> None:
     """Photograph a small schedule explorer."""
     with tempfile.TemporaryDirectory() as folder:
-        page = f"{folder}/explore.html"
-        options = ["--stages", "4", "8", "--microbatches", "1", "2", "4", "8", "--costs", "transformer"]
-        assert cli.run(["explore", *options, "--out", page]) == 0
-        _photograph(Path(page), path)
+        sizes = ["--stages", "4", "8", "--microbatches", "1", "2", "4", "8", "--costs", "transformer"]
+        _nwise("explore", *sizes, "--out", f"{folder}/explore.html")
+        _photograph(Path(folder, "explore.html"), path)
 
 
 # The records that a figure draws; the others draw schedules and flows, and nothing measured.
