@@ -81,7 +81,7 @@ def _explorer(app: Any, error: Exception | None) -> None:
     """Write the schedule explorer beside the pages."""
     if error is None and app.builder.name == "html":
         costs = {"transformer": TRANSFORMER, "paper": PAPER}
-        methods = ("local", "2-wise", "3-wise", "end-to-end", "end-to-end-delay-1", "gpipe", "1f1b", "zero-bubble")
+        methods = ("2-wise", "local", "3-wise", "end-to-end", "end-to-end-delay-1", "gpipe", "1f1b", "zero-bubble")
         explore(Choices(methods, (2, 4, 8), (1, 2, 4, 8), costs, (0.0, 1.0)), Path(app.outdir) / EXPLORER)
 
 
