@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import nwise
+from nwise.app.report.explore import Choices, explore
+from nwise.schedule import PAPER, TRANSFORMER
 
 project = "nwise"
 author = "the nwise authors"
@@ -22,7 +24,7 @@ intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable", None),
     "numpy": ("https://numpy.org/doc/stable", None),
 }
-exclude_patterns = ["_build", "project"]  # the comparison with other projects is not part of the manual
+exclude_patterns = ["_build", "project"]
 html_theme = "furo"
 html_title = f"nwise {release}"
 html_show_sphinx = False
@@ -33,6 +35,7 @@ default_role = "code"  # `name` in docstrings
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
+autodoc_default_options = {"show-inheritance": True}
 autodoc_inherit_docstrings = False  # an override without a docstring is documented in its base class
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -43,10 +46,11 @@ suppress_warnings = [
 ]  # links out of the manual are checked by tests/test_docs.py, with their anchors
 
 ROOT = Path(__file__).parents[1]
+EXPLORER = "explore.html"
 
 
-def _readmes(app: Any, docname: str, source: list[str]) -> None:
-    """Turn links to files of the repository, and to READMEs of its folders, into downloads."""
+def _prepare(app: Any, docname: str, source: list[str]) -> None:
+    """Turn pages that read well on GitHub into pages of the manual."""
     del app
     here = (ROOT / "docs" / docname).parent
 
@@ -56,9 +60,32 @@ def _readmes(app: Any, docname: str, source: list[str]) -> None:
         # `path:` offers the file; without it a .md outside of docs/ would be an unknown page and no link at all.
         return f"](path:{file})" if file.endswith(".md") and (here / file).exists() else match[0]
 
-    source[0] = re.sub(r"\]\((\.\./[^)#]+)\)", target, source[0])
+    if docname == "changelog":
+        source[0] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    source[0] = re.sub(r"\]\((\.\./[^)#]+)(?:#[^)]*)?\)", target, source[0])
+    if docname in ("index", "api/index"):  # the lists of links are the sidebar
+        source[0] = re.sub(r"^(?:## (.*)\n\n)?((?:- \[.*\n(?:  .*\n)*)+)", _with_tree, source[0], flags=re.M)
+    if docname == "index":
+        source[0] = re.sub(
+            r"\[([^]]+)\]\(looking.md#the-schedule-explorer\)", rf'<a href="{EXPLORER}">\1</a>', source[0]
+        )
+
+
+def _with_tree(match: re.Match[str]) -> str:
+    pages = re.findall(r"^- \[.*?\]\((\S+)\.md\)", match[2], re.M)
+    caption = [f":caption: {match[1]}"] if match[1] else []
+    return "\n".join([match[0], "```{toctree}", ":hidden:", *caption, "", *pages, "```", ""])
+
+
+def _explorer(app: Any, error: Exception | None) -> None:
+    """Write the schedule explorer beside the pages."""
+    if error is None and app.builder.name == "html":
+        costs = {"transformer": TRANSFORMER, "paper": PAPER}
+        methods = ("2-wise", "local", "3-wise", "end-to-end", "end-to-end-delay-1", "gpipe", "1f1b", "zero-bubble")
+        explore(Choices(methods, (2, 4, 8), (1, 2, 4, 8), costs, (0.0, 1.0)), Path(app.outdir) / EXPLORER)
 
 
 def setup(app: Any) -> None:
     """Hooks of the manual."""
-    app.connect("source-read", _readmes)
+    app.connect("source-read", _prepare)
+    app.connect("build-finished", _explorer)

@@ -1,6 +1,6 @@
 """A loop of Accelerate: its loader, mixed precision, clipping and trackers; the pipeline itself is not prepared.
 
-pip install nwise accelerate; python examples/accelerate_loop.py
+pip install . accelerate; python examples/accelerate_loop.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A small network whose easy samples leave early: trained at every depth, calibrated, saved as one file, loaded and asked.
 
-pip install 'nwise[app]'; python examples/exits.py
+pip install '.[app]'; python examples/exits.py
 """
 
 from pathlib import Path

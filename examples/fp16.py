@@ -1,6 +1,6 @@
 """fp16 with one loss scale for all stages: an overflow on any rank skips the update on every rank and lowers the scale of all.
 
-pip install nwise; python examples/fp16.py; torchrun --nproc-per-node 2 examples/fp16.py
+pip install .; python examples/fp16.py; torchrun --nproc-per-node 2 examples/fp16.py
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """GPT-2 of Hugging Face, 2-wise: padded text with attention masks, checkpoints, resumed, and saved for `from_pretrained`.
 
-pip install 'nwise[hf]'
+pip install '.[app,hf]'
 python examples/gpt2.py                                   # stop it and start it again: it goes on
 torchrun --nproc-per-node 4 examples/gpt2.py              # a process for every stage, the same numbers
 """

@@ -1,4 +1,4 @@
-"""GPT-2 through Hugging Face's Trainer, with the gradients of 2-wise: pip install 'nwise[hf]' accelerate."""
+"""GPT-2 through Hugging Face's Trainer, with the gradients of 2-wise: pip install '.[hf]' accelerate."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """A vision transformer through Lightning: manual optimization, because a pipeline computes its gradients itself.
 
-pip install 'nwise[hf]' lightning; python examples/lightning_vit.py
+pip install '.[hf]' lightning; python examples/lightning_vit.py
 """
 
 from typing import Any

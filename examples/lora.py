@@ -1,6 +1,6 @@
 """LoRA on a tiny Llama over devices of any speed: only adapters are trained, the rest stays frozen.
 
-pip install 'nwise[hf]' peft; python examples/lora.py; torchrun --nproc-per-node 3 examples/lora.py
+pip install '.[hf]' peft; python examples/lora.py; torchrun --nproc-per-node 3 examples/lora.py
 """
 
 from pathlib import Path

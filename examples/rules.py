@@ -1,6 +1,6 @@
 """Eight rules of local learning on one small network: a rule is a strategy, heads, a loss, and sometimes work after the update.
 
-    pip install 'nwise[app]'; python examples/rules.py [dgl predsim infopro auglocal man mono-forward lopt backlink]
+    pip install '.[app]'; python examples/rules.py [dgl predsim infopro auglocal man mono-forward lopt backlink]
 
 docs/rules.md explains each. All run on one process or several: torchrun --nproc-per-node 4 examples/rules.py
 """

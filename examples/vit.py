@@ -1,6 +1,6 @@
 """A vision transformer of Hugging Face, 2-wise, with every head scored; saved and loaded back by its own class.
 
-pip install 'nwise[hf]'
+pip install '.[app,hf]'
 python examples/vit.py
 """
 

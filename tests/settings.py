@@ -1,6 +1,6 @@
 """The settings of every class that nwise cuts: other values for the fields of its configuration, and whether stages follow them.
 
-python tests/settings.py    # docs/settings.md, in some minutes
+python tests/settings.py    # tests/settings.md, in some minutes
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nwise.network.huggingface import run_model
 from nwise.tensors import Named, Tensors, each, run_module
 
 Options = dict[str, Any]
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).with_suffix(".md")
 LENGTH = 9
 
 # Fields that no forward reads: they describe the network to other programs, or belong to another task or to initial values.
@@ -245,10 +245,10 @@ def row(name: str) -> str:
 
 HEAD = """# Settings of the architectures
 
-A split network is the network, in training too. For every [class that nwise cuts by name](architectures.md), a test changes the
-settings of the configuration one at a time, in a tiny network. It runs the model and its stages in training mode with one seed,
-with all inputs and with the required ones only. Outputs are equal bit for bit, and gradients up to rounding. With the usual
-settings the test also pads on the left, packs two texts into one row, and gives a mask of four dimensions.
+A split network is the network, in training too. For every [class that nwise cuts by name](../docs/architectures.md), a test
+changes the settings of the configuration one at a time, in a tiny network. It runs the model and its stages in training mode with
+one seed, with all inputs and with the required ones only. Outputs are equal bit for bit, and gradients up to rounding. With the
+usual settings the test also pads on the left, packs two texts into one row, and gives a mask of four dimensions.
 
 The table leaves out sizes, settings that no forward reads, and settings that change nothing in a class. If stages cannot do what
 a setting asks, `nwise.split` refuses it by name. `python tests/settings.py` writes this page; transformers 5.23 was tested.

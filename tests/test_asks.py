@@ -1,4 +1,4 @@
-"""What users of other pipelines asked for (docs/asks.md), where no other test shows it."""
+"""What users of other pipelines asked for, where no other test shows it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from nwise.app.training import Run
 from nwise.schedule import Costs, baseline, best
 
 pytest.importorskip("plotly", reason="needs the extra 'html'")
-# `NWISE_SCREENSHOTS=docs pytest tests/test_page.py` takes the pictures of the manual.
+# `NWISE_SCREENSHOTS=FOLDER pytest tests/test_page.py` takes pictures of the pages.
 SHOTS = os.environ.get("NWISE_SCREENSHOTS")
 WIDE, PHONE = (1200, 900), (390, 800)
 SMALL_TEXT = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64".split()

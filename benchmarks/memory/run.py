@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nwise.app.data import Images, Tokens
 from nwise.app.recipes import Adam, ConvNet, EmbeddedText, Gpt, Recipe, ResNet
-from nwise.app.report.figures import COLOURS, MARKERS
+from nwise.app.report.figures import MARKERS, method_colour
 from nwise.app.training import make_loss, make_optimizer, make_pipeline, measurable, parameter_groups
 from nwise.machine import processor
 from nwise.network import Chain
@@ -464,7 +464,7 @@ def show() -> None:
         return
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, len(timed), squeeze=False)[0], timed.items(), strict=True):
-        groups = {"autograd": "0.25", "end-to-end": COLOURS[6], **dict(zip(STRATEGIES[1:], COLOURS, strict=False))}
+        groups = {"autograd": "0.25", **{strategy: method_colour(strategy) for strategy in STRATEGIES}}
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for row in rows:
             group = "autograd" if row["framework"] == "torch" else row["strategy"]

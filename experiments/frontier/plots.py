@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,46 +16,46 @@ from experiments.frontier.arms import ARMS, STAGES, STEPS, Arm, Optimizer
 from experiments.harness.claims import interval
 from experiments.harness.plots import make_panels
 from experiments.harness.runs import Runs, loss, loss_at
-from nwise.app.report.figures import COLOURS
+from nwise.app.report.figures import method_colour
 
 _POINTS = 60
 _BANDS = 10  # most arms whose intervals a panel can show
-# Colour and line of every arm that is drawn, by its label. The colour is the credit and the line the delay, or the variant.
-_LOOKS = {
-    "end-to-end": (COLOURS[0], "-"),
-    "end-to-end-delay-1": (COLOURS[0], (0, (1, 3))),
-    "end-to-end-delay-1, extrapolated": (COLOURS[0], "--"),
-    "end-to-end-delay-2, extrapolated": (COLOURS[0], "-."),
-    "end-to-end-delay-4": (COLOURS[0], ":"),
-    "end-to-end-delay-4, extrapolated": (COLOURS[0], (0, (6, 1, 1, 1, 1, 1))),
-    "deep-supervision": (COLOURS[5], "-"),
-    "local": (COLOURS[1], "-"),
-    "local, heads of 1": (COLOURS[1], "--"),
-    "2-wise": (COLOURS[2], "-."),
-    "2-wise-mean": (COLOURS[2], "-"),
-    "2-wise-mean-delay-1, extrapolated": (COLOURS[2], "--"),
-    "2-wise-mean, heads of 1": (COLOURS[2], ":"),
-    "3-wise": (COLOURS[3], "-."),
-    "3-wise-mean": (COLOURS[3], "-"),
-    "rotating-2": (COLOURS[4], "--"),
-    "rotating-2, all heads": (COLOURS[4], "-"),
-    "rotating-2-microbatch, all heads": (COLOURS[4], ":"),
-    "rotating-3": (COLOURS[4], (0, (6, 1, 1, 1, 1, 1))),
-    "rotating-3, all heads": (COLOURS[4], "-."),
-    "geometric-0.5": (COLOURS[5], "--"),
-    "local@half,end-to-end": (COLOURS[6], "-"),
-    "local@quarter,2-wise-mean@half,end-to-end": (COLOURS[6], "--"),
-    "hogwild-forward-least": (COLOURS[5], ":"),
+# The line of every arm that is drawn, by its label: the delay or the variant. The colour is that of the credit.
+_LINES: dict[str, Any] = {
+    "end-to-end": "-",
+    "end-to-end-delay-1": (0, (1, 3)),
+    "end-to-end-delay-1, extrapolated": "--",
+    "end-to-end-delay-2, extrapolated": "-.",
+    "end-to-end-delay-4": ":",
+    "end-to-end-delay-4, extrapolated": (0, (6, 1, 1, 1, 1, 1)),
+    "deep-supervision": "-",
+    "local": "-",
+    "local, heads of 1": "--",
+    "2-wise": "-.",
+    "2-wise-mean": "-",
+    "2-wise-mean-delay-1, extrapolated": "--",
+    "2-wise-mean, heads of 1": ":",
+    "3-wise": "-.",
+    "3-wise-mean": "-",
+    "rotating-2": "--",
+    "rotating-2, all heads": "-",
+    "rotating-2-microbatch, all heads": ":",
+    "rotating-3": (0, (6, 1, 1, 1, 1, 1)),
+    "rotating-3, all heads": "-.",
+    "geometric-0.5": "--",
+    "local@half,end-to-end": "-",
+    "local@quarter,2-wise-mean@half,end-to-end": "--",
+    "hogwild-forward-least": ":",
 }
 # Families of credit and delay.
 _FAMILIES = (
     ("end-to-end",),
-    tuple(name for name in _LOOKS if name.startswith("end-to-end-delay")),
+    tuple(name for name in _LINES if name.startswith("end-to-end-delay")),
     ("deep-supervision", "geometric-0.5"),
-    tuple(name for name in _LOOKS if "-wise" in name and "@" not in name),
-    tuple(name for name in _LOOKS if name.startswith("rotating")),
+    tuple(name for name in _LINES if "-wise" in name and "@" not in name),
+    tuple(name for name in _LINES if name.startswith("rotating")),
     ("local", "local, heads of 1"),
-    tuple(name for name in _LOOKS if "@" in name),
+    tuple(name for name in _LINES if "@" in name),
     ("hogwild-forward-least",),
 )
 _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
@@ -63,7 +64,7 @@ _OPTIMIZERS: tuple[Optimizer, ...] = ("muon", "adam")
 def _shown(runs: Runs, optimizer: Optimizer, num_stages: int) -> list[Arm]:
     """Return the arms of the figure that have runs, cut into so many stages."""
     deep = {one.label: one for one in ARMS if one.optimizer == optimizer and one.blocks == STAGES}
-    arms = [replace(deep[name], num_stages=num_stages) for name in _LOOKS if name in deep]
+    arms = [replace(deep[name], num_stages=num_stages) for name in _LINES if name in deep]
     return [one for one in arms if runs.records_for(one.run_name)]
 
 
@@ -91,7 +92,7 @@ def _curve(
     xs = np.linspace(stop / 20, stop, _POINTS)
     scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
     ys, low, high, seeds = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
-    colour, line = _LOOKS[one.label]
+    colour, line = method_colour(one.label), _LINES[one.label]
     axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
     if band and min(seeds) > 2:  # the interval of two is as wide as the panel
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)

@@ -15,37 +15,21 @@ from matplotlib.figure import Figure
 from experiments.harness.cell import Record
 from experiments.harness.clock import step_time
 from experiments.harness.runs import Runs, Score, accuracy, ensemble_accuracy, head_accuracy, perplexity
-from nwise.app.report.figures import COLOURS, MARKERS, new_figure
+from nwise.app.report.figures import COLOURS, MARKERS, method_colour, new_figure
 from nwise.schedule import PAPER, Costs
 
-# One place in the colours and markers for each method, the same in all figures; some never appear together. Methods that are not
-# here share the last place.
-_PLACE = {
-    "end-to-end": 0,
-    "1-wise": 1,
-    "local": 1,
-    "2-wise": 2,
-    "3-wise": 3,
-    "4-wise": 4,
-    "fine-tuning": 4,
-    "rotating-2": 5,
-    "1-wise double size": 5,
-    "deep-supervision": 6,
-    "hogwild": 6,
-    "hogwild-forward-least": 7,
-    "geometric-0.5": 7,
-}
+_MARKERS = {"end-to-end": "o", "1-wise": "s", "local": "s", "2-wise": "^", "3-wise": "D", "4-wise": "v"}
 
 
 def style(method: str) -> dict[str, Any]:
     """Return colour and marker of a method; the mean variant is dashed and hollow."""
-    place, mean_variant = _PLACE.get(method.removesuffix("-mean"), len(COLOURS) - 1), method.endswith("-mean")
+    colour, mean_variant = method_colour(method) or COLOURS[-1], method.endswith("-mean")
     return {
-        "color": COLOURS[place],
-        "marker": MARKERS[place],
+        "color": colour,
+        "marker": _MARKERS.get(method.removesuffix("-mean"), "P"),
         "markersize": 4,
         "linestyle": "--" if mean_variant else "-",
-        "markerfacecolor": "white" if mean_variant else COLOURS[place],
+        "markerfacecolor": "white" if mean_variant else colour,
         "label": method,
     }
 

@@ -21,11 +21,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "MARKERS", "Curve", "check_format", "compare_figure", "exits_figure", "flow_figure", "new_figure"]
+__all__ = [
+    "COLOURS",
+    "MARKERS",
+    "Curve",
+    "check_format",
+    "compare_figure",
+    "exits_figure",
+    "flow_figure",
+    "method_colour",
+    "new_figure",
+]
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+# The colour of a method, the same in every figure of the documents, by the beginning of its name.
+_METHODS = {
+    ("end-to-end", "zero-bubble", "exact"): COLOURS[0],
+    ("1-wise double size",): "#882255",
+    ("local@", "fine-tuning"): "#8C564B",
+    ("local", "1-wise"): COLOURS[1],
+    ("2-wise",): COLOURS[2],
+    ("3-wise",): COLOURS[3],
+    ("rotating",): COLOURS[4],
+    ("4-wise", "1f1b"): COLOURS[5],
+    ("deep-supervision",): COLOURS[6],
+    ("geometric", "gpipe"): COLOURS[7],
+    ("hogwild-forward",): "#332288",
+    ("hogwild",): "#999933",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +66,18 @@ class Curve:
     steps: Sequence[int]
     values: Sequence[float]
     slots: Sequence[float]
+
+
+def method_colour(method: str) -> str | None:
+    """Return the colour of a method in figures, or None for an unknown one.
+
+    The mean variant and a delay have the colour of their base; the line or the marker tells them apart.
+
+    >>> method_colour("2-wise-mean") == method_colour("2-wise-delay-1") == method_colour("2-wise")
+    True
+    """
+    name = method.lower()
+    return next((colour for begins, colour in _METHODS.items() if name.startswith(begins)), None)
 
 
 def check_format(path: Path | None) -> None:
@@ -105,7 +142,7 @@ def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path
 
 
 def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    colour, marker = method_colour(name) or COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
     axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
