@@ -124,3 +124,9 @@ class Saver:
         phase.guard.check_parameters()
         self._checkpoints.optimizer = phase.optimizer
         self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
+
+
+def with_strategy(changes: str, before: str | None, now: str) -> str:
+    """Put the strategies of all steps into the differences from a checkpoint, which knows that of its step."""
+    others = [part for part in changes.split("; ") if part and not part.startswith("strategy ")]
+    return "; ".join([f"strategy {before} -> {now}"] * (before != now) + others)

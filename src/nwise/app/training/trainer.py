@@ -22,7 +22,7 @@ from nwise.app.training.evaluation import Scores, evaluate
 from nwise.app.training.log import StepLog
 from nwise.app.training.phase import Phase, check_phases
 from nwise.app.training.run import Run, versions
-from nwise.app.training.saver import CheckpointPolicy, Saver
+from nwise.app.training.saver import CheckpointPolicy, Saver, with_strategy
 from nwise.app.training.timeline import TimelineRecorder
 from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
@@ -317,11 +317,8 @@ class Trainer:
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
         """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
         assert self._saver is not None
-        parts = self._saver.restore(checkpoint, done).split("; ")
-        before, now = checkpoint.facts["config"].get("strategy"), self.recipe.strategy
-        # A checkpoint knows the strategy of its step; a run has those of all steps.
-        rest = [part for part in parts if part and not part.startswith("strategy ")]
-        changes = "; ".join([f"strategy {before} -> {now}"] * (before != now) + rest)
+        before = checkpoint.facts["config"].get("strategy")
+        changes = with_strategy(self._saver.restore(checkpoint, done), before, self.recipe.strategy)
         is_untested = bool(checkpoint.facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
         states = checkpoint.facts.get("callbacks", {})
