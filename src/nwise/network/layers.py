@@ -121,11 +121,10 @@ class Vocabulary(nn.Sequential):
 
     def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         norm, matrix = self.children()
-        hidden, weight = norm(x_BTD), matrix.get_parameter("weight")
+        hidden, weight = norm(x_BTD), matrix.weight
+        assert isinstance(weight, Tensor)  # under a delay a copy of the parameter
         if hidden[..., 0].numel() * len(weight) > self.at_once:
-            return hidden, weight.view_as(
-                weight
-            )  # not the parameter itself, because a step gives its outputs gradients
+            return hidden, weight.view_as(weight)  # a step gives its outputs gradients, which a parameter has already
         logits: Tensor = matrix(hidden)
         return logits
 

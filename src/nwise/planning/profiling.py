@@ -34,6 +34,8 @@ from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 __all__ = ["Network", "Profile", "numbers_to_try", "profile"]
 
+_ALONE = find_flow(EndToEnd().credit(1)).stages[0]  # the flow of a single stage
+
 _WHAT = "The output of a piece"
 
 
@@ -176,12 +178,11 @@ def _action_overhead() -> float:
     layer = nn.Linear(1, 1)
     stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
     stage.survey(layer, None)
-    flow = find_flow(EndToEnd().credit(1)).stages[0]
     x = torch.zeros(1, 1)
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
+        tape = Tape(_ALONE, batch, 0, flow.passes, inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 
