@@ -15,7 +15,7 @@ from nets import perceptron
 from nwise.flow import flows_for
 from nwise.reference import Call, in_memory_grads
 from nwise.schedule import PAPER, TRANSFORMER, best
-from nwise.schedule.ages import fixed_ages, greedy_ages, message_ages, weight_ages
+from nwise.schedule.ages import greedy_ages, message_ages, strategy_ages
 from nwise.schedule.orders import depth_first, make_schedule
 from nwise.versions import InMemory
 from test_delay import check
@@ -108,8 +108,8 @@ def test_greedy_ages_by_hand() -> None:
     assert (ages.weights, ages.messages) == ((2, 1, 1, 0), ((), (0,), (0,), (0,)))
     # With two micro-batches stage 0 of two runs F(0) F(1) F(2) W(0) F(3) W(1): its second mini-batch has begun.
     assert greedy_ages(flows_for(nwise.EndToEnd(), 2, 2)).weights == (1, 0)
-    assert weight_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 4, 1)) == (3, 2, 1, 0)
-    assert fixed_ages(nwise.Hogwild(weights="forward"), flows_for(nwise.EndToEnd(), 4, 1)) is None
+    assert strategy_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 4, 1)).weights == (3, 2, 1, 0)
+    assert strategy_ages(nwise.Hogwild(weights="forward"), flows_for(nwise.EndToEnd(), 4, 1)).stash
 
 
 @pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision", "blocks-2"])
@@ -152,8 +152,8 @@ def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: 
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, f"{base}-hogwild{form}", m, schedule=order)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     flows = flows_for(pipe.strategy, size, m)
-    ages = fixed_ages(pipe.strategy, flows)
-    assert ages is not None
+    ages = strategy_ages(pipe.strategy, flows)
+    assert not ages.stash
     # The age of loss j at stage i: of the message that holds it, which is one of several only for N-wise.
     passing = [
         [
