@@ -17,7 +17,7 @@ from nets import X, Y, perceptron, three, train
 from nwise.flow import Flow, find_flow
 from nwise.reference import late_grads, reference_grads
 from nwise.schedule import Costs, best
-from nwise.schedule.ages import When, greedy_ages, message_ages, weight_ages
+from nwise.schedule.ages import When, greedy_ages, message_ages, strategy_ages
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
 
@@ -88,7 +88,7 @@ def test_no_result_is_older_than_its_use(
     """Messages are at least as old as what they are made of, at most as old as what is made of them."""
     cycle = tuple((data.draw(flows(num_stages)),) * num_microbatches for _ in range(num_turns))
     strategy = nwise.Hogwild() if delay is None else nwise.Delayed(by=delay)
-    ages = greedy_ages(cycle) if when == "greedy" else message_ages(cycle, weight_ages(strategy, cycle), when)
+    ages = greedy_ages(cycle) if when == "greedy" else message_ages(cycle, strategy_ages(strategy, cycle).weights, when)
     for flow in {flow for batch in cycle for flow in batch}:
         for k, stage in enumerate(flow.stages):
             uses = [(ages.messages[k][q], message) for q, message in enumerate(stage.messages)]

@@ -10,7 +10,7 @@ import pytest
 import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Kind
-from nwise.schedule.ages import message_ages, weight_ages
+from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.graph import Need, task_graph
 from nwise.schedule.named import ORDERS, choose
 from nwise.schedule.orders import depth_first, make_schedule
@@ -80,7 +80,7 @@ def test_needs_follow_the_flow(seed: int) -> None:
         flows = flows_for(strategy, a, m, trainable=[numbers.random() < 0.8 for _ in range(a)])
     placement = tuple(numbers.choice([range(a), [0] * a, [k % 2 if a > 1 else 0 for k in range(a)]]))
     try:
-        graph = choose(numbers.choice(ORDERS), flows, placement, weight_ages(strategy, flows)).graph
+        graph = choose(numbers.choice(ORDERS), flows, placement, strategy_ages(strategy, flows)).graph
     except Deadlock:
         return  # a delay puts the lists of several turns together, which not every order allows
     for task, action in enumerate(graph.tasks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import nwise
 from nets import perceptron
 from nwise.flow import flows_for
 from nwise.reference import Call, in_memory_grads
-from nwise.schedule import PAPER, TRANSFORMER, best
-from nwise.schedule.ages import fixed_ages, greedy_ages, message_ages, weight_ages
+from nwise.schedule import PAPER, TRANSFORMER, Costs, best
+from nwise.schedule.ages import Ages, greedy_ages, message_ages, strategy_ages
+from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule
 from nwise.versions import InMemory
 from test_delay import check
@@ -108,8 +110,25 @@ def test_greedy_ages_by_hand() -> None:
     assert (ages.weights, ages.messages) == ((2, 1, 1, 0), ((), (0,), (0,), (0,)))
     # With two micro-batches stage 0 of two runs F(0) F(1) F(2) W(0) F(3) W(1): its second mini-batch has begun.
     assert greedy_ages(flows_for(nwise.EndToEnd(), 2, 2)).weights == (1, 0)
-    assert weight_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 4, 1)) == (3, 2, 1, 0)
-    assert fixed_ages(nwise.Hogwild(weights="forward"), flows_for(nwise.EndToEnd(), 4, 1)) is None
+    assert strategy_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 4, 1)).weights == (3, 2, 1, 0)
+
+
+def test_a_schedule_chooses_the_ages_of_messages_only_with_the_weights_of_the_forward() -> None:
+    """Then a message may wait for its use: by default that of stage 1 is made when stage 0 needs it."""
+    flows = flows_for(nwise.NWise(2), 4, 1)
+    assert strategy_ages(nwise.Hogwild(), flows) == Ages((2, 1, 1, 0), ((), (0,), (0,), (0,)), stash=False)
+    late = strategy_ages(nwise.Hogwild(weights="forward"), flows)
+    assert late == Ages((2, 1, 1, 0), ((), (2,), (1,), (0,)), stash=True)
+    kept = best("2-wise-hogwild", num_stages=4, num_microbatches=1, costs=PAPER).schedule
+    # Lists made for one form run under the other, with its weights.
+    for schedule in (kept, replace(kept, stash=True)):
+        assert choose(schedule, flows, ages=late).stash
+        assert not choose(schedule, flows, ages=strategy_ages(nwise.Hogwild(), flows)).stash
+    # The best schedule of three stages and two micro-batches chooses the ages of messages, but not with the weights in memory.
+    options: Any = {"num_stages": 3, "num_microbatches": 2, "costs": Costs(1, 0.5, 1, 1, latency=1)}
+    assert best("hogwild-forward-least", **options).order == "paced"
+    ages = strategy_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 3, 2))
+    assert ages.hold_in(best("hogwild-least", **options).schedule.graph.tasks)
 
 
 @pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision", "blocks-2"])
@@ -152,8 +171,8 @@ def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: 
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, f"{base}-hogwild{form}", m, schedule=order)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     flows = flows_for(pipe.strategy, size, m)
-    ages = fixed_ages(pipe.strategy, flows)
-    assert ages is not None
+    ages = strategy_ages(pipe.strategy, flows)
+    assert not ages.stash
     # The age of loss j at stage i: of the message that holds it, which is one of several only for N-wise.
     passing = [
         [

@@ -15,7 +15,7 @@ from nwise.app.training.build import make_pipeline, measurable
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
-from nwise.schedule.ages import fixed_ages, weight_ages
+from nwise.schedule.ages import strategy_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
@@ -73,7 +73,7 @@ def test_on_meta_the_results_of_operators_are_counted() -> None:
 )
 def test_peak_by_hand(sizes: Costs, recompute: bool, peak: float) -> None:
     flows = method_flows("end-to-end", 2, 1)
-    schedule = choose("depth-first", flows, (0, 0), (0, 0))
+    schedule = choose("depth-first", flows, (0, 0))
     assert peak_bytes(schedule, sizes, recompute=recompute) == (peak,)
 
 
@@ -85,7 +85,7 @@ def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -
     alone it has the message (10), times 2 a copy (10), and needs 5; F needs the output and what is sent (20).
     """
     costs = Costs(1, 0.5, 1, 1, message_bytes=10, activation_bytes=0, output_bytes=10, weight_grad_peak_bytes=5)
-    schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1), (0, 0))
+    schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1))
     assert peak_bytes(schedule, costs)[0] == peak
 
 
@@ -107,8 +107,7 @@ def planned(sizes: Profile, strategy: str, m: int, order: str) -> tuple[Schedule
     flows = method_flows(strategy, len(sizes.starts), m)
     costs = stage_costs(sizes.pieces[m], sizes.starts, [turn[0] for turn in flows])
     rule = parse(strategy)
-    ages, fixed = weight_ages(rule, flows), fixed_ages(rule, flows)
-    return choose(order, flows, (0,) * len(sizes.starts), ages, fixed=fixed), costs
+    return choose(order, flows, (0,) * len(sizes.starts), strategy_ages(rule, flows)), costs
 
 
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")

@@ -314,12 +314,12 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     """Regression: the pipeline chose its order without the plan's limits, and needed 1.4 times the memory."""
     costs = Costs(1, 0, 1, 1, activation_bytes=10)
     flows = flows_for(nwise.EndToEnd(), 2, 8)
-    free = choose("best", flows, (0, 1), (0, 0), costs)
-    limited = choose("best", flows, (0, 1), (0, 0), costs, (25.0, 100.0))
+    free = choose("best", flows, (0, 1), None, costs)
+    limited = choose("best", flows, (0, 1), None, costs, (25.0, 100.0))
     assert max(peak_bytes(free, costs)) > 25
     assert peak_bytes(limited, costs)[0] <= 25
     with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
-        choose("best", flows, (0, 1), (0, 0), costs, 5.0)
+        choose("best", flows, (0, 1), None, costs, 5.0)
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
     pipe._program = Program(pipe.processes, (costs, 5.0), None)
     pipe.refresh()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 import nwise
 from nwise.flow import find_flow, flows_for
 from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baseline, best, simulate, timed, validate
-from nwise.schedule.ages import message_ages, weight_ages
+from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
 from nwise.schedule.named import ORDERS, choose, named_schedule
@@ -148,7 +148,7 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     bandwidth = numbers.choice([float("inf"), 0.9])
     costs = Costs(factors, 0.5, factors, 1, update=0.3, latency=numbers.choice([0, 0.7]), bandwidth=bandwidth)
     placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
-    ages = message_ages(flows, weight_ages(strategy, flows), numbers.choice(["early", "late"]))
+    ages = message_ages(flows, strategy_ages(strategy, flows).weights, numbers.choice(["early", "late"]))
     rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
     schedule = make_schedule("?", flows, rule, placement, ages)
     validate(schedule)
@@ -172,7 +172,7 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more stages in a window than there are
             flows = flows_for(strategy, a, m)
-        weights = weight_ages(strategy, flows)
+        weights = strategy_ages(strategy, flows).weights
         factors = [numbers.uniform(0.5, 2) for _ in range(a)]
         costs = Costs(
             factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]), message_bytes=0.5,
@@ -695,7 +695,7 @@ def test_memory_for_another_number_of_ranks_is_refused() -> None:
 def test_interleaved_order_of_uneven_stages() -> None:
     """Five stages on two ranks ended in a deadlock."""
     flows = flows_for(nwise.NWise(2), 5, 2)
-    validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), (0,) * 5, Costs(1, 0, 1, 1)))
+    validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), None, Costs(1, 0, 1, 1)))
 
 
 def test_jitter_keeps_stages_back() -> None:

@@ -40,7 +40,7 @@ from nwise.network import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import Profile, profile
-from nwise.schedule.ages import fixed_ages, weight_ages
+from nwise.schedule.ages import strategy_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
@@ -280,7 +280,7 @@ def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], bat
     costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
     ranks = (0,) * len(starts)
     rule = parse(cell.strategy)
-    schedule = choose(cell.order, flows, ranks, weight_ages(rule, flows), fixed=fixed_ages(rule, flows))
+    schedule = choose(cell.order, flows, ranks, strategy_ages(rule, flows))
     return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
 
 

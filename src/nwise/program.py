@@ -15,7 +15,7 @@ from nwise._arguments import HeadDict
 from nwise._summary import count, describe
 from nwise.flow import flows_for
 from nwise.runtime.processes import Processes
-from nwise.schedule.ages import Flows, fixed_ages, weight_ages
+from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.named import Order, choose
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import Strategy
@@ -113,11 +113,10 @@ class Program:
         if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
             return self._schedule
         flows = self.flows(now, num_microbatches, heads)
-        key = order, flows, self._processes.placement, weight_ages(now, flows)
-        fixed = fixed_ages(now, flows)
-        if self._schedule is None or self._key != (key, fixed, tuple(heads)):
+        key = order, flows, self._processes.placement, strategy_ages(now, flows)
+        if self._schedule is None or self._key != (key, tuple(heads)):
             self.check_heads(now, num_microbatches, heads)
-            schedule = choose(*key, *self._prices, fixed=fixed)  # type: ignore[misc]  # the prices are at most two
+            schedule = choose(*key, *self._prices)
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
@@ -128,7 +127,7 @@ class Program:
                     f"`recompute` should be False under {now.name!r}: passes use the weights in memory, with which a second "
                     "forward would compute other activations. Found True; use `nwise.Hogwild(weights='forward')`."
                 )
-            self._key, self._schedule = (key, fixed, tuple(heads)), schedule
+            self._key, self._schedule = (key, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
         self._frozen = frozen
         return self._schedule

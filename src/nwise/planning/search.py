@@ -20,7 +20,7 @@ import numpy as np
 from nwise.checks import check_at_least
 from nwise.flow import flows_for
 from nwise.planning.devices import Device, limits
-from nwise.schedule.ages import Flows, fixed_ages, weight_ages
+from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import resource_bound
@@ -136,8 +136,7 @@ class Search:
         flows = self._flows_for(self._trainable(starts))
         if self._pipeline is not None:
             return timed_pipeline(self._pipeline, flows, costs, placement, memory)
-        ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
-        return best_order(flows, costs, placement, ages, memory=memory, fixed=fixed)
+        return best_order(flows, costs, placement, strategy_ages(self._strategy, flows), memory=memory)
 
     def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
         ends = (*starts[1:], len(self._pieces))
@@ -300,10 +299,10 @@ class Search:
             self._schedules[key] = [self.cut(*assignment).timed.schedule]
         elif key not in self._schedules:
             flows = self._flows_for(key[1])
-            ages, fixed = weight_ages(self._strategy, flows), fixed_ages(self._strategy, flows)
             self._schedules[key] = [self._timed(assignment, costs, None).schedule]
             if self._pipeline is None:
-                self._schedules[key].append(choose("depth-first", flows, placement, ages, costs, fixed=fixed))
+                ages = strategy_ages(self._strategy, flows)
+                self._schedules[key].append(choose("depth-first", flows, placement, ages, costs))
         return self._schedules[key]
 
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:

@@ -28,15 +28,16 @@ Forwards and heads have age 0, and a message has any age from that of the messag
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from nwise.flow import Cotangent, Flow, StageFlow
 from nwise.schedule.actions import PASSES, Action, Kind
+from nwise.schedule.graph import counted
 from nwise.strategies import Hogwild, Strategy
 
-__all__ = ["Ages", "fixed_ages", "greedy_ages", "message_ages", "staleness", "weight_ages"]
+__all__ = ["Ages", "greedy_ages", "message_ages", "staleness", "strategy_ages"]
 
 Flows = tuple[tuple[Flow, ...], ...]
 When = Literal["early", "late"]
@@ -59,44 +60,32 @@ def staleness(flow: Flow, num_microbatches: int = 1, *, ages: Literal["greedy", 
     ([[6], [4], [2], [0]], [[3], [2], [1], [0]])
     """
     flows = ((flow,) * num_microbatches,)
-    return [[age] * num_microbatches for age in weight_ages(Hogwild(ages=ages), flows)]
+    return [[age] * num_microbatches for age in strategy_ages(Hogwild(ages=ages), flows).weights]
 
 
-def weight_ages(strategy: Strategy, flows: Flows) -> tuple[int, ...]:
-    """Return the age of each stage's weight gradients.
+def strategy_ages(strategy: Strategy, flows: Flows) -> Ages:
+    """Return the age of every pass under a strategy.
 
     Args:
         strategy: the strategy in force.
         flows: flow of every micro-batch, ``[turns][M]``.
+
+    >>> import nwise
+    >>> from nwise.flow import flows_for
+    >>> strategy_ages(nwise.Delayed(by=1), flows_for(nwise.EndToEnd(), 3, 1))
+    Ages(weights=(1, 1, 1), messages=((), (1,), (1,)), stash=True)
     """
     if not isinstance(strategy, Hogwild):
-        return (strategy.delay,) * len(flows[0][0].stages)
-    return greedy_ages(flows).weights if strategy.ages == "greedy" else _least_ages(flows)
-
-
-def fixed_ages(strategy: Strategy, flows: Flows) -> Ages | None:
-    """Return the age of every pass if gradients depend on it; None if a schedule may choose those of messages.
-
-    A pass with the weights in memory depends on the call in which it runs.
-
-    Args:
-        strategy: the strategy in force.
-        flows: flow of every micro-batch, ``[turns][M]``.
-    """
-    if not isinstance(strategy, Hogwild) or strategy.stashes:
-        return None
-    return greedy_ages(flows) if strategy.ages == "greedy" else message_ages(flows, _least_ages(flows))
+        return message_ages(flows, (strategy.delay,) * len(flows[0][0].stages))
+    ages = greedy_ages(flows) if strategy.ages == "greedy" else message_ages(flows, _least_ages(flows))
+    return message_ages(flows, ages.weights) if strategy.stashes else replace(ages, stash=False)
 
 
 @lru_cache(maxsize=64)
 def _least_ages(flows: Flows) -> tuple[int, ...]:
     """Return the ages of a gradient that travels without waiting, for each stage the largest of all flows."""
-    paths = [_path_ages(flow, len(flows[0])) for flow in _different(flows)]
+    paths = [_path_ages(flow, len(flows[0])) for flow in counted(flows)]
     return tuple(map(max, zip(*paths, strict=True)))
-
-
-def _different(flows: Flows) -> list[Flow]:
-    return list(dict.fromkeys(flow for batch in flows for flow in batch))
 
 
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
@@ -123,10 +112,10 @@ def greedy_ages(flows: Flows) -> Ages:
 
     >>> import nwise
     >>> from nwise.flow import flows_for
-    >>> greedy_ages(flows_for(nwise.NWise(2), 4, 1))
-    Ages(weights=(2, 1, 1, 0), messages=((), (0,), (0,), (0,)))
+    >>> greedy_ages(flows_for(nwise.NWise(2), 4, 1)).weights
+    (2, 1, 1, 0)
     """
-    different = _different(flows)
+    different = list(counted(flows))
     runs = [_simulated(flow, len(flows[0])) for flow in different]
     weights: list[int] = []
     messages: list[list[int]] = []
@@ -185,10 +174,13 @@ class Ages:
     Args:
         weights: age of W, for every stage.
         messages: age of every message, for every stage.
+        stash: whether late passes use copies of the weights of their forward; default: True. Then gradients do not depend on the
+            ages of messages, and a schedule may choose smaller ones. With the weights in memory they do.
     """
 
     weights: tuple[int, ...]
     messages: tuple[tuple[int, ...], ...]
+    stash: bool = True
 
     def fuses(self, stage: int, flow: StageFlow) -> bool:
         """Tell whether W and the message of its cotangent have one age, so one pass (B) can do both."""
@@ -205,12 +197,12 @@ class Ages:
         return all(self.of(task) == task.age for task in tasks)
 
 
-def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") -> Ages:
+def message_ages(flows: Sequence[Sequence[Flow]], weights: tuple[int, ...] = (), when: When = "late") -> Ages:
     """Choose the age of every message.
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
-        weights: age of each stage's weight gradients.
+        weights: age of each stage's weight gradients; default: 0.
         when: ``"late"`` (default), so one pass serves message and weights where that is possible; or ``"early"``, so the last hop
             has the most time to travel.
 
@@ -229,7 +221,8 @@ def message_ages(flows: Flows, weights: tuple[int, ...], when: When = "late") ->
     #     late                     2                    2                 2          W and message are one pass, B
     #
     # List scheduling may choose any age between the two (`nwise.schedule.greedy`).
-    different, stages = _different(flows), range(len(weights))
+    weights = weights or (0,) * len(flows[0][0].stages)
+    different, stages = list(counted(flows)), range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]
     # From the last stage down: a message is as old as the oldest message that it is made of.
     early = [[0] * count for count in counts]

@@ -8,7 +8,7 @@ from typing import Any
 
 from nwise.checks import check_at_least, hint
 from nwise.flow import flows_for
-from nwise.schedule.ages import Flows, fixed_ages
+from nwise.schedule.ages import Flows
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import arrange, best, fastest, place
 from nwise.schedule.named import RULES, check_order, choose, named_schedule
@@ -143,7 +143,7 @@ def timed_order(
         )
     rule = known_method(strategy)
     flows, ranks, ages = arrange(rule, num_stages, num_microbatches, costs, placement, num_ranks)
-    return timed(choose(order, flows, ranks, ages, costs, fixed=fixed_ages(rule, flows)), costs)
+    return timed(choose(order, flows, ranks, ages, costs), costs)
 
 
 def known_method(name: str) -> Strategy:
@@ -165,7 +165,7 @@ def known_method(name: str) -> Strategy:
 def _schedules(name: str, flows: Flows, placement: Placement, costs: Costs, *, small: bool) -> Iterator[Schedule]:
     """Iterate over the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
     size, num_stages, named = len(flows[0]), len(placement), RULES[name]
-    yield named_schedule(name, flows, placement, (0,) * num_stages, costs)
+    yield named_schedule(name, flows, placement, None, costs)
     if named.cap is None:
         return
     for stride in named.strides:

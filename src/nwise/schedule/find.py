@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from nwise.checks import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
-from nwise.schedule.ages import Ages, Flows, fixed_ages, message_ages, weight_ages
+from nwise.schedule.ages import Ages, Flows, strategy_ages
 from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import counted
@@ -88,7 +87,7 @@ def best(
     (18.0, 18.0, 'skewed', 2)
     """
     flows, ranks, ages = arrange(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
-    return best_order(flows, costs, ranks, ages, memory=memory, fixed=fixed_ages(parse(strategy), flows))
+    return best_order(flows, costs, ranks, ages, memory=memory)
 
 
 def arrange(
@@ -98,14 +97,14 @@ def arrange(
     costs: Costs,
     placement: str | Sequence[int],
     num_ranks: int | None,
-) -> tuple[Flows, Placement, tuple[int, ...]]:
-    """Return the flow of every micro-batch, the rank of every stage and the age of its gradients; see `best`."""
+) -> tuple[Flows, Placement, Ages]:
+    """Return the flow of every micro-batch, the rank of every stage and the age of every pass; see `best`."""
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
     if not isinstance(costs, Costs):
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
     rule = parse(strategy)
     flows = flows_for(rule, num_stages, num_microbatches)
-    return flows, place(placement, num_ranks, flows, costs), weight_ages(rule, flows)
+    return flows, place(placement, num_ranks, flows, costs), strategy_ages(rule, flows)
 
 
 def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, costs: Costs) -> Placement:
@@ -120,37 +119,25 @@ def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, c
     return balanced(stage_work(flows, costs), num_ranks)
 
 
-def best_order(
-    flows: Flows,
-    costs: Costs,
-    placement: Placement,
-    ages: tuple[int, ...],
-    *,
-    memory: Limit = None,
-    fixed: Ages | None = None,
-) -> Timed:
+def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, memory: Limit = None) -> Timed:
     """Find the best of the closed-form orders and list schedules.
 
     Args:
         flows: flow of every micro-batch, ``[turns][M]``.
         costs: costs of one micro-batch.
         placement: rank of every stage.
-        ages: age of every stage's weight gradients.
+        ages: age of every pass (`nwise.schedule.ages.strategy_ages`).
         memory: limit in bytes, one for all ranks or one for each; default: none.
-        fixed: age of every pass, if gradients depend on it (`nwise.schedule.ages.fixed_ages`); default: None, a schedule may
-            choose those of messages.
 
     Raises:
         DoesNotFit: no order that it tries fits the memory.
     """
     check_memory(memory, 1 + max(placement))
-    if any(ages):
-        bound = lower_bound(flows, costs, placement, ages) / len(flows)
+    if any(ages.weights):
+        bound = lower_bound(flows, costs, placement, ages.weights) / len(flows)
     else:
         bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
-    schedules = _candidates(flows, costs, placement, ages, fixed, bound, small=memory is not None)
-    if fixed is not None:
-        schedules = (replace(schedule, stash=False) for schedule in schedules)
+    schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
     return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=bound * (1 + CLOSE))
 
@@ -190,17 +177,10 @@ def fastest(
 
 
 def _candidates(
-    flows: Flows,
-    costs: Costs,
-    placement: Placement,
-    weights: tuple[int, ...],
-    fixed: Ages | None,
-    bound: float,
-    *,
-    small: bool,
+    flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
-    ages, late, size = fixed or message_ages(flows, weights), any(weights), len(flows[0])
+    late, size = any(ages.weights), len(flows[0])
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
@@ -210,7 +190,7 @@ def _candidates(
 
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
-            yield from () if fixed else paced(flows, placement, ages, costs, cap=cap, pace=pace * bound)
+            yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound) if ages.stash else ()
 
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)

@@ -95,10 +95,9 @@ def choose(
     order: Order,
     flows: Flows,
     placement: Placement = (),
-    ages: tuple[int, ...] = (),
+    ages: Ages | None = None,
     costs: Costs = TYPICAL,
     memory: Limit = None,
-    fixed: Ages | None = None,
 ) -> Schedule:
     """Return a schedule for the flows.
 
@@ -107,12 +106,10 @@ def choose(
             Those from ``gpipe`` on are made for end-to-end training and run any strategy.
         flows: flow of every micro-batch, ``[turns][M]``.
         placement: rank of every stage; default: a rank for each.
-        ages: age of every stage's weight gradients; default: 0.
+        ages: age of every pass (`nwise.schedule.ages.strategy_ages`); default: 0.
         costs: costs by which orders are compared and lists are filled; default: typical ones, equal for all stages.
         memory: limit in bytes for the ``"best"`` order, one for all ranks or one for each; default: none. If no order fits, a
             warning says so, and the best of all is returned.
-        fixed: age of every pass, if gradients depend on it (`nwise.schedule.ages.fixed_ages`); default: None, a schedule may
-            choose those of messages.
 
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows, ages or ranks or cannot run.
@@ -120,21 +117,20 @@ def choose(
     order = check_order(order)
     if isinstance(order, Timed):
         order = order.schedule
-    size = len(flows[0][0].stages)
-    placement, ages = placement or tuple(range(size)), ages or (0,) * size
+    placement, ages = placement or tuple(range(len(flows[0][0].stages))), ages or message_ages(flows)
     if isinstance(order, Schedule):
-        if order.flows != tuple(map(tuple, flows)) or order.ages != ages:
+        if order.flows != tuple(map(tuple, flows)) or order.ages != ages.weights:
             raise ValueError(
                 "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one for "
                 f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads, messages or delays differ."
             )
-        if fixed is not None and not fixed.hold_in(order.graph.tasks):
+        if not (ages.stash or ages.hold_in(order.graph.tasks)):
             raise ValueError(
                 "`schedule` should give every message the age that the strategy gives it, because gradients with the weights in "
                 "memory depend on it. Found other ages; make the schedule by `nwise.schedule.best`, or use "
                 "`nwise.Hogwild(weights='forward')`."
             )
-        order = replace(order, stash=fixed is None)
+        order = replace(order, stash=ages.stash)
         if order.placement != placement:
             if max(placement) > 0:
                 raise ValueError(
@@ -145,32 +141,24 @@ def choose(
         return order
     if order == "best":
         try:
-            return best_order(flows, costs, placement, ages, memory=memory, fixed=fixed).schedule
+            return best_order(flows, costs, placement, ages, memory=memory).schedule
         except DoesNotFit as error:
             warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=5)
-            return best_order(flows, costs, placement, ages, fixed=fixed).schedule
-    return replace(named_schedule(order, flows, placement, ages, costs, fixed), stash=fixed is None)
+            return best_order(flows, costs, placement, ages).schedule
+    return named_schedule(order, flows, placement, ages, costs)
 
 
-def named_schedule(
-    name: str,
-    flows: Flows,
-    placement: Placement,
-    ages: tuple[int, ...],
-    costs: Costs,
-    fixed: Ages | None = None,
-) -> Schedule:
+def named_schedule(name: str, flows: Flows, placement: Placement, ages: Ages | None, costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`; see `choose`."""
-    passes = fixed or message_ages(flows, ages)
     named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
     even = size % num_ranks == 0 == len(flows[0]) % num_ranks
     made_for = even and placement == make_placement(named.placement, size, num_ranks)
     if named.by_rank is not None and made_for:
         rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
-        return make_schedule(name, flows, rule, placement, passes, costs=costs)
+        return make_schedule(name, flows, rule, placement, ages, costs=costs)
     # One process keeps the order of the rule.
     cap = None if named.cap is None or num_ranks == 1 else min(named.cap(size), len(flows[0]))
-    return make_schedule(name, flows, named.rule, placement, passes, costs=costs, cap=cap)
+    return make_schedule(name, flows, named.rule, placement, ages, costs=costs, cap=cap)
 
 
 def one_process(schedule: Schedule) -> Schedule:

@@ -65,8 +65,8 @@ def make_schedule(
     Raises:
         Deadlock: lists of several stages of one rank wait for each other, or `cap` is too small.
     """
-    weights = () if ages is None else ages.weights
-    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages, weights)
+    ages = ages or message_ages(flows)
+    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages)
     placement = graph.placement
     num_ranks = 1 + max(placement)
     if len(lists[0]) == num_ranks and cap is None:
@@ -76,7 +76,7 @@ def make_schedule(
         calls = [[merge(graph, call)] for call in lists]
     else:
         [(graph, calls)] = ListScheduler(graph, lists, costs, cap).run()
-    return with_updates(order, graph, calls)
+    return with_updates(order, graph, calls, stash=ages.stash)
 
 
 def paced(
@@ -105,34 +105,28 @@ def paced(
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
     rule = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
-    graph, lists = _numbered(rule, flows, placement, message_ages(flows, latest.weights, "early"), latest.weights)
+    graph, lists = _numbered(rule, flows, placement, message_ages(flows, latest.weights, "early"))
     cycles = ListScheduler(graph, lists, costs, cap, latest=latest, pace=pace).run()
     return [with_updates("paced", chosen, calls) for chosen, calls in cycles]
 
 
 def _numbered(
-    by_turn: Sequence[Sequence[Actions]],
-    flows: Sequence[Flows],
-    placement: Placement,
-    ages: Ages | None,
-    weights: tuple[int, ...],
+    by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], placement: Placement, ages: Ages
 ) -> tuple[TaskGraph, list[list[list[int]]]]:
     """Return the task graph of lists, and the numbers of the tasks in every list of every call."""
     calls = _calls(by_turn, flows, ages)
-    graph = task_graph(flows, placement, weights, chain.from_iterable(chain.from_iterable(calls)))
+    graph = task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
     return graph, [[graph.numbers(actions) for actions in call] for call in calls]
 
 
-def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages | None) -> list[list[Actions]]:
+def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> list[list[Actions]]:
     """Return the lists of every call of the cycle, for lists that begin with every turn's mini-batch."""
     return [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(len(flows))]
 
 
-def _call(
-    call: int, index: int, by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages | None
-) -> Actions:
+def _call(call: int, index: int, by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> Actions:
     """Return a list's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
-    if ages is None or not any(ages.weights):
+    if not any(ages.weights):
         return by_turn[call][index]
     placed = [
         (place, a)

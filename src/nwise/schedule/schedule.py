@@ -229,7 +229,9 @@ def arrange(
     return with_updates(order, graph, calls)
 
 
-def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]]) -> Schedule:
+def with_updates(
+    order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]], *, stash: bool = True
+) -> Schedule:
     """Return the schedule of lists of computations, ``[turns][ranks]``, with the updates of every rank at the end of each."""
     ends: list[list[list[int]]] = [[[] for _ in lists] for lists in calls]
     for task, a in enumerate(graph.tasks):
@@ -239,7 +241,7 @@ def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence
         tuple((*tasks, *updates) for tasks, updates in zip(*both, strict=True))
         for both in zip(calls, ends, strict=True)
     ]
-    return Schedule(order, graph, tuple(lists))
+    return Schedule(order, graph, tuple(lists), stash)
 
 
 def check_schedule(schedule: object) -> None:

@@ -16,7 +16,7 @@ from nwise.app.report.measured import Comparison
 from nwise.app.training import Run
 from nwise.app.training.timeline import load
 from nwise.flow import flows_for
-from nwise.schedule.ages import fixed_ages, weight_ages
+from nwise.schedule.ages import strategy_ages
 from nwise.schedule.named import choose
 
 AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
@@ -170,8 +170,7 @@ class Summary:
         ranks = {action.stage: rank for rank, events in enumerate(recorded.events) for _, action, _, _ in events}
         flows = flows_for(strategy, len(ranks), self.recipe.microbatches)
         placement = tuple(ranks[k] for k in range(len(ranks)))
-        ages, fixed = weight_ages(strategy, flows), fixed_ages(strategy, flows)
-        schedule = choose(self.recipe.schedule, flows, placement, ages, fixed=fixed)
+        schedule = choose(self.recipe.schedule, flows, placement, strategy_ages(strategy, flows))
         return Comparison(schedule, recorded.events, recorded.bytes_sent)
 
     def settings(self) -> dict[str, str]:
