@@ -27,7 +27,7 @@ from nwise.app.training.evaluation import slices
 from nwise.losses import logits_of
 from nwise.planning.allocation import allocated
 from nwise.planning.profiling import profile
-from nwise.schedule.ages import weight_ages
+from nwise.schedule.ages import fixed_ages, weight_ages
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
@@ -80,7 +80,8 @@ def peaks(recipe: Recipe, placement: tuple[int, ...], order: str) -> tuple[float
     network = [embedding, *[block] * (model.num_stages * model.blocks_per_stage), output]
     flows = method_flows(recipe.strategy, model.num_stages, m)
     costs = stage_costs(network, starts, [turn[0] for turn in flows])
-    schedule = choose(order, flows, placement, weight_ages(parse(recipe.strategy), flows))
+    rule = parse(recipe.strategy)
+    schedule = choose(order, flows, placement, weight_ages(rule, flows), fixed=fixed_ages(rule, flows))
     return peak_bytes(schedule, costs, recompute=recipe.recompute)
 
 
