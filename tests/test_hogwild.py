@@ -384,7 +384,8 @@ class Conjugate(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight.mH).real
+        y = x.to(torch.complex64) @ self.weight.mH
+        return y.real + y.imag
 
 
 def backward_of(module: nn.Module, change: Any, kind: type[InMemory] = InMemory) -> Tensor:
@@ -427,6 +428,8 @@ def test_updates_by_any_write_are_seen_and_other_writes_refused(kind: type[InMem
     assert backward_of(Conjugate(), lambda _: None, kind).tolist() == [[2, 2]]
     conjugate = Conjugate()
     assert backward_of(conjugate, lambda _: nn.init.constant_(conjugate.weight, 2.0), kind).tolist() == [[4, 4]]
+    conjugate.weight = nn.Parameter(torch.full((2, 2), 1 + 3j).conj())  # 1 - 3j, as its bit says
+    assert backward_of(conjugate, lambda _: None, kind).tolist() == [[8, 8]]
 
 
 def test_distributed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
