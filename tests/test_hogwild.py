@@ -19,7 +19,7 @@ from nwise.schedule import PAPER, TRANSFORMER, Costs, best
 from nwise.schedule.ages import Ages, greedy_ages, message_ages, strategy_ages
 from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule
-from nwise.versions import InMemory
+from nwise.versions import InMemory, Recomputed
 from test_delay import check
 
 RATE, STEPS, WIDTH = 0.5, 12, 4
@@ -163,12 +163,15 @@ CASES = [
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("base", "form", "size", "m"), CASES)
-def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: str, size: int, m: int) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_with_weights_in_memory_match_the_definition(
+    base: str, form: str, size: int, m: int, *, recompute: bool
+) -> None:
     """Any base, any order, micro-batches, momentum, ragged batches, and the calls of `drain`."""
     torch.manual_seed(0)
-    net = perceptron(size)
-    order = "depth-first" if m == 1 else "zb-h1"
-    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, f"{base}-hogwild{form}", m, schedule=order)
+    net, order = perceptron(size), "depth-first" if m == 1 else "zb-h1"
+    strategy = f"{base}-hogwild{form}"
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, m, schedule=order, recompute=recompute)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     flows = flows_for(pipe.strategy, size, m)
     ages = strategy_ages(pipe.strategy, flows)
@@ -212,7 +215,8 @@ class Scale(nn.Module):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("derived", [False, True])
-def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool, recompute: bool) -> None:
     """y = w2 w1 w0, loss = y, all weights 2, rate 1/8. Ages 4, 2, 0.
 
     Stage 1 updates first at the end of call 2, by w2 w0 = 4, to 1.5. The message of mini-batch 0 passes it in call 2 (w1 = 2),
@@ -220,7 +224,7 @@ def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool) -> N
     before mini-batch 1, by w1 w0 = 4, and w2 = 1.5.
     """
     stages = [Scale(derived=derived and k == 1) for k in range(3)]
-    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild")
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild", recompute=recompute)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
     first = []
     for _ in range(6):
@@ -272,21 +276,60 @@ class Again(nn.Module):
         return found
 
 
-def test_a_second_forward_is_refused() -> None:
-    """It would compute other activations than the first, with newer weights."""
-    pipe = nwise.Pipeline(
-        [nn.Linear(WIDTH, WIDTH) for _ in range(3)], None, nn.functional.mse_loss, "hogwild", recompute=True
+@pytest.mark.parametrize("recompute", [False, True])
+def test_checkpoints_inside_a_stage_are_refused(*, recompute: bool) -> None:
+    """A part that runs again in a pass would compute other activations, with newer weights."""
+    stages = [Again(), Again(), Again()]
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", recompute=recompute)
+    first = 1 if recompute else 0  # the first stage of which a graph is made
+    message = (
+        f"Stage {first} should have no hooks on saved tensors inside under Hogwild .* Found `_checkpoint_hook`, as of"
     )
-    with pytest.raises(ValueError, match="`recompute` should be False under 'hogwild': .* Found True; use"):
-        steps(pipe, 1)
-    pipe.strategy = nwise.strategy("hogwild-forward")
-    steps(pipe, 2)
-    pipe = nwise.Pipeline([Again(), Again(), Again()], None, nn.functional.mse_loss, "hogwild")
-    message = "Stage 0 should have no hooks on saved tensors inside under Hogwild .* Found `_checkpoint_hook`, as of"
     with pytest.raises(ValueError, match=message):
-        steps(pipe, 1)
+        steps(pipe, 3 if recompute else 1)
     pipe.strategy = nwise.strategy("hogwild-forward")
     steps(pipe, 6)
+
+
+class Counted(nn.Dropout):
+    """Dropout that counts its forwards."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(x)
+
+
+def test_a_second_forward_makes_the_activations_of_the_first() -> None:
+    """With updates between the two, statistics, masks and gradients equal those of one forward bit for bit.
+
+    The last passes come while the network is in evaluation mode.
+    """
+    found, runs = [], []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        parts = [linear[0], nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), Counted(0.3), linear[1]]
+        stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
+        pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", seed=0, recompute=recompute)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        sums: list[Tensor] = []
+        for step in range(9 + 4):
+            torch.manual_seed(step)
+            if step < 9:
+                pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
+            else:
+                pipe.eval()
+                assert pipe.drain()
+            sums += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*sums, *pipe.buffers(), *pipe.parameters()])
+        runs.append([module.runs for module in pipe.modules() if isinstance(module, Counted)])
+    assert runs == [[9, 9, 9], [18, 18, 9]]  # the passes of the last stage follow its forward
+    assert len(found[0]) > 150
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:All gradients should be applied")
@@ -334,12 +377,13 @@ def test_statistics_and_masks_are_those_of_the_forward() -> None:
 
 
 @pytest.mark.usefixtures("float64")
-def test_normalised_gradients_match_the_definition() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_normalised_gradients_match_the_definition(*, recompute: bool) -> None:
     """Batch norm: the weights of its scale are in memory too, its statistics those of the mini-batch."""
     torch.manual_seed(0)
     parts = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
     stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
-    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild")
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", recompute=recompute)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3)
     calls: list[Call] = []
     for _ in range(8):
@@ -359,12 +403,13 @@ class Conjugate(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.weight.mH).real
+        y = x.to(torch.complex64) @ self.weight.mH
+        return y.real + y.imag
 
 
-def backward_of(module: nn.Module, change: Any) -> Tensor:
+def backward_of(module: nn.Module, change: Any, kind: type[InMemory] = InMemory) -> Tensor:
     """Return the gradient of the input after a change between forward and backward, with the weights in memory."""
-    versions = InMemory(module, "stage 0")
+    versions = kind(module, "stage 0")
     x = torch.ones(1, 2, requires_grad=True)
     with versions.computing({}, checked=True):
         y = module(x)
@@ -375,18 +420,35 @@ def backward_of(module: nn.Module, change: Any) -> Tensor:
     return x.grad
 
 
-def test_updates_by_any_write_are_seen_and_other_writes_refused() -> None:
+@pytest.mark.parametrize("kind", [InMemory, Recomputed])
+def test_updates_by_any_write_are_seen_and_other_writes_refused(kind: type[InMemory]) -> None:
     """Optimizers write in place or replace ``.data``; a write to an activation stays an error, as without hooks."""
     layer = nn.Linear(2, 2)
-    assert backward_of(layer, lambda _: nn.init.constant_(layer.weight, 3.0)).tolist() == [[6, 6]]
-    assert backward_of(layer, lambda _: setattr(layer.weight, "data", torch.full((2, 2), 4.0))).tolist() == [[8, 8]]
+    changes: list[tuple[Any, list[float]]] = [
+        (lambda _: nn.init.constant_(layer.weight, 3.0), [6, 6]),
+        (lambda _: setattr(layer.weight, "data", torch.full((2, 2), 4.0)), [8, 8]),
+        (lambda _: setattr(layer.weight, "data", torch.arange(8.0)[4:].view(2, 2)), [4 + 6, 5 + 7]),
+        (lambda _: nn.init.constant_(layer.weight, 3.0), [6, 6]),
+    ]
+    for change, gradient in changes:
+        assert backward_of(layer, change, kind).tolist() == [gradient]
     with pytest.raises(
         RuntimeError, match=r"Stage 0 should leave .* Found a tensor of shape \[1, 2\] that was modified"
     ):
-        backward_of(nn.Sequential(layer, nn.Tanh()), lambda y: y.detach().zero_())
-    assert backward_of(Conjugate(), lambda _: None).tolist() == [[2, 2]]
+        backward_of(nn.Sequential(layer, nn.Tanh()), lambda y: y.detach().zero_(), kind)
+    with pytest.raises(
+        RuntimeError, match=r"Stage 0 should keep .* Found torch.float32 on cpu with strides \(1, 2\) instead"
+    ):
+        backward_of(layer, lambda _: setattr(layer.weight, "data", layer.weight.t().contiguous().t()), kind)
+    strided = nn.Linear(2, 2)
+    strided.weight = nn.Parameter(torch.arange(12.0).view(3, 4)[1:, 1:3])
+    assert backward_of(strided, lambda _: None, kind).tolist() == [[5 + 9, 6 + 10]]
+    assert backward_of(strided, lambda _: nn.init.constant_(strided.weight, 3.0), kind).tolist() == [[6, 6]]
+    assert backward_of(Conjugate(), lambda _: None, kind).tolist() == [[2, 2]]
     conjugate = Conjugate()
-    assert backward_of(conjugate, lambda _: nn.init.constant_(conjugate.weight, 2.0)).tolist() == [[4, 4]]
+    assert backward_of(conjugate, lambda _: nn.init.constant_(conjugate.weight, 2.0), kind).tolist() == [[4, 4]]
+    conjugate.weight = nn.Parameter(torch.full((2, 2), 1 + 3j).conj())  # 1 - 3j, as its bit says
+    assert backward_of(conjugate, lambda _: None, kind).tolist() == [[8, 8]]
 
 
 def test_distributed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

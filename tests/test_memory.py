@@ -89,6 +89,25 @@ def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -
     assert peak_bytes(schedule, costs)[0] == peak
 
 
+@pytest.mark.parametrize(
+    ("strategy", "recompute", "versions"),
+    [
+        ("hogwild", False, 0),
+        ("hogwild", True, 5 + 3),
+        ("hogwild-least", True, 3 + 2),
+        ("hogwild-forward", False, 5 + 3),
+    ],
+)
+def test_late_forwards_that_run_again_need_older_weights(strategy: str, recompute: bool, versions: int) -> None:
+    """Of ages 4, 2, 0 (least: 2, 1, 0) with weights of 7: those of every mini-batch from its forward to its update."""
+    flows = method_flows(strategy, 3, 1)
+    rule, costs = parse(strategy), replace(SIZES, weight_bytes=7)
+    schedule = choose("depth-first", flows, (0, 0, 0), strategy_ages(rule, flows))
+    assert fixed_bytes(schedule, costs, recompute=recompute) == (3 * 3 + 7 * versions,)
+    with_none = peak_bytes(schedule, SIZES, recompute=recompute)
+    assert peak_bytes(schedule, costs, recompute=recompute) == (with_none[0] + 7 * versions,)
+
+
 CONVNET = Recipe(model=ConvNet(num_stages=4), optimizer=Adam(), batch_size=32, device="cpu")
 MLP = Recipe(model=Mlp(num_stages=5, width=64), optimizer=Adam(), batch_size=256, device="cpu")
 

@@ -52,9 +52,10 @@ def clocks(runs: Runs, stages: int = _FOUR) -> dict[str, Costs]:
 def settings(size: Size, num_stages: int, method: str, seed: int = 0) -> Recipe:
     """Return the recipe of a run."""
     base, model = _base(size)
-    if method == "hogwild" and size == "full":
-        # Its first stage is whole mini-batches ahead, and keeps only their inputs. A captured step has no delay.
-        base = replace(base, capture=False, recompute=True)
+    if method in HOGWILD_FORMS and size == "full":
+        # Micro-batches would make its ages smaller than the paper's. Its first stage is whole mini-batches ahead, and keeps only
+        # their inputs. A captured step has no delay.
+        base = replace(base, microbatches=1, capture=False, recompute=True)
     return replace(base, seed=seed, model=replace(model, num_stages=num_stages), strategy=method)
 
 

@@ -198,7 +198,8 @@ def measure(
         cell: the cell.
         data: the data of its recipe, if they were loaded before.
         on_progress: function called with the number of steps done and of all steps.
-        folder: folder of checkpoints, from which a run that was stopped continues; default: none, and it starts over.
+        folder: folder of checkpoints, from which a run that was stopped continues; default: none, and it starts over,
+            as under Hogwild with the weights in memory.
 
     Returns:
         The record: the cell, every test of every head, the digest of source code, the ensembles of the top heads at the end,
@@ -207,6 +208,8 @@ def measure(
     Raises:
         ValueError: the run would end within its warm-up.
     """
+    if not all(strategy.stashes for _, strategy in cell.recipe.phases(1)):
+        folder = None  # a checkpoint makes the passes that are due, with the weights of its moment
     history = History(on_progress)
     trainer = Trainer(replace(cell.recipe, on_nan="ignore"), data)  # that a run diverges is a result too
     _check_length(cell, trainer.num_steps)

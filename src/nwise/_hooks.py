@@ -110,21 +110,27 @@ def resting(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def noted(method: str, tensors: list[Tensor]) -> Iterator[None]:
-    """Append to a list the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell."""
-    original = getattr(Tensor, method)
+def noted(method: str, found: list[Any], kind: type = Tensor) -> Iterator[None]:
+    """Append to a list the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell.
 
-    def note(tensor: Tensor, *args: Any, **named: Any) -> Any:
+    Args:
+        method: name of the method.
+        found: the list.
+        kind: class of the method; default: tensors.
+    """
+    original = getattr(kind, method)
+
+    def note(self: Any, *args: Any, **named: Any) -> Any:
         # Torch's own hooks, as of `FlopCounterMode`, look on.
         if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
-            tensors.append(tensor)
-        return original(tensor, *args, **named)
+            found.append(self)
+        return original(self, *args, **named)
 
-    setattr(Tensor, method, note)
+    setattr(kind, method, note)
     try:
         yield
     finally:
-        setattr(Tensor, method, original)
+        setattr(kind, method, original)
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:

@@ -142,7 +142,7 @@ class Pipeline(Settings):
         self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
         self._observer = None if plan is None else plan.observer(self.processes)
         prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._program = Program(self.processes, prices, shared, recompute)
+        self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self.loss_fns = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])

@@ -28,17 +28,10 @@ class Program:
         processes: the processes.
         prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
         shared: two names of a parameter that is in two places, or None.
-        recompute: whether stages run their forward again before their passes; default: no.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        prices: tuple[Any, ...],
-        shared: tuple[str, str] | None,
-        recompute: bool = False,
-    ) -> None:
-        self._processes, self._prices, self._shared, self._recompute = processes, prices, shared, recompute
+    def __init__(self, processes: Processes, prices: tuple[Any, ...], shared: tuple[str, str] | None) -> None:
+        self._processes, self._prices, self._shared = processes, prices, shared
         self._trainable: tuple[bool, ...] = ()
         self._key: Any = None
         self._frozen: tuple[object, ...] = ()
@@ -106,8 +99,7 @@ class Program:
             structure: what it was made for; the same object as at the step before if no module or parameter has changed.
 
         Raises:
-            ValueError: a head is missing, the order does not fit, a parameter in two places would have gradients of two ages, or
-                a forward would run again with newer weights.
+            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
         """
         frozen = now, num_microbatches, order, structure
         if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
@@ -121,11 +113,6 @@ class Program:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
-                )
-            if self._recompute and schedule.late_stages and not schedule.stash:
-                raise ValueError(
-                    f"`recompute` should be False under {now.name!r}: passes use the weights in memory, with which a second "
-                    "forward would compute other activations. Found True; use `nwise.Hogwild(weights='forward')`."
                 )
             self._key, self._schedule = (key, tuple(heads)), schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))

@@ -46,7 +46,7 @@ from nwise.tensors import (
     run_unchanged,
     unchanged,
 )
-from nwise.versions import InMemory, Stashed, Versions, holding
+from nwise.versions import InMemory, Recomputed, Stashed, Versions, holding
 
 __all__ = ["LossFn", "Stage"]
 
@@ -116,7 +116,8 @@ class Stage:
         k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
         versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
-            versions = (Stashed if schedule.stash else InMemory)(self.module, self._name)
+            late = Stashed if schedule.stash else Recomputed if self.recompute else InMemory
+            versions = late(self.module, self._name)
         return [Tape(flow, batch, m, schedule.passes[turn][k, m], versions) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:

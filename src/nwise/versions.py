@@ -7,7 +7,8 @@ Under a delay the passes of a mini-batch come after later updates. Here the dela
     passes, `Stashed`                W w[0]   W w[1]    with copies of the parameters of their forward
     passes, `InMemory`               W w[1]   W w[2]    with the parameters in memory, and the activations of w[0] and w[1]
 
-Either way the gradient goes to the ``.grad`` of the present parameters.
+`Recomputed` is `InMemory` for a forward that runs again: copies of w[0] and w[1] make the activations, and the passes read w[1]
+and w[2]. In each case the gradient goes to the ``.grad`` of the present parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._dtensor import is_dtensor
-from nwise._hooks import add_to_grad
+from nwise._hooks import add_to_grad, noted
 from nwise._torch import version
 from nwise.modes import in_modes, modes_in
 
@@ -116,12 +117,13 @@ class InMemory(Versions):
         super().__init__(module, name)
         if any(map(is_dtensor, self._parameters.values())):
             raise self._refused("plain parameters", "a distributed one")
-        self._owners = {p.untyped_storage().data_ptr(): p for p in self._parameters.values() if p.numel()}
+        self._owners = _by_memory({key: p.data for key, p in self._parameters.items()}, self._parameters)
 
     @contextmanager
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
         inner: list[object] = []
-        with saved_tensors_hooks(self._pack, self._unpack), _entered(inner) if checked else nullcontext():
+        noting = noted("__enter__", inner, saved_tensors_hooks) if checked else nullcontext()
+        with saved_tensors_hooks(self._pack, self._unpack), noting:
             yield
         if inner:
             raise self._refused(
@@ -139,44 +141,86 @@ class InMemory(Versions):
 
     def _pack(self, x: Tensor) -> _Saved:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
-        owner = self._owners.get(x.untyped_storage().data_ptr()) if plain else None
-        return _Saved(x, None, version(x)) if owner is None else _Saved(x.data, owner, 0)
+        found = self._owners.get(x.untyped_storage().data_ptr()) if plain else None
+        if found is None:
+            return _Saved(x, None, version(x))
+        return _Saved(x.data, found, x.data_ptr() - found[0].data_ptr())
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        x, owner, then = saved
-        if owner is None:
-            if version(x) != then:  # with hooks, autograd does not look
+        x, found, number = saved
+        if found is None:
+            if version(x) != number:  # with hooks, autograd does not look
                 raise RuntimeError(
                     f"{self._name.capitalize()} should leave what its backward needs as it is. Found a tensor of shape "
                     f"{list(x.shape)} that was modified by an inplace operation; clone it first."
                 )
-        elif x.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():  # an update by `p.data = ...`
-            x.set_(owner.untyped_storage(), x.storage_offset(), x.size(), x.stride())
+            return x
+        used, owner = found
+        # A copy's, or replaced by `p.data = ...`.
+        if x.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
+            if _layout(used) != _layout(owner):
+                raise RuntimeError(
+                    f"{self._name.capitalize()} should keep the dtype, device and strides of its parameters while gradients are "
+                    f"due. Found {_layout(owner)} instead of {_layout(used)}; before the change, update while `pipe.drain()` "
+                    "returns True."
+                )
+            start = owner.storage_offset() * owner.itemsize + number
+            x.set_(owner.untyped_storage(), start // x.itemsize, x.size(), x.stride())
         return x
 
 
+class Recomputed(InMemory):
+    """The parameters in memory, for passes after a second forward with copies of the parameters of the first.
+
+    The second forward makes the activations of the first. Passes read a parameter where autograd has saved its copy.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module, name)
+        present = self._parameters
+        self._parameters = {key: _copy(p) for key, p in present.items()}
+        self._owners = _by_memory(self._parameters, present)
+        self._modes = modes_in(module)
+
+    @contextmanager
+    def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
+        copies = {**self._parameters, **buffers}
+        with holding(self._module, copies, self._name), super().computing(buffers, checked=checked):
+            yield
+
+    def modes(self) -> AbstractContextManager[object]:
+        return in_modes(self._modes)
+
+
 class _Saved(NamedTuple):
-    """A tensor that autograd has saved: the parameter in whose memory it is, or its version."""
+    """A tensor that autograd has saved.
+
+    Args:
+        tensor: the tensor.
+        found: what the forward used, in whose memory the tensor is, and the parameter that passes read; None for another tensor.
+        number: distance from the beginning of what the forward used in bytes, or the version of another tensor.
+    """
 
     tensor: Tensor
-    owner: Tensor | None
-    version: int
+    found: tuple[Tensor, Tensor] | None
+    number: int
 
 
-@contextmanager
-def _entered(found: list[object]) -> Iterator[None]:
-    """Append to a list the hooks on saved tensors that the body uses."""
-    original = saved_tensors_hooks.__enter__
+def _by_memory(used: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return by address what a forward uses, each with the present parameter."""
+    return {x.untyped_storage().data_ptr(): (x, present[key]) for key, x in used.items() if x.numel()}
 
-    def enter(hooks: saved_tensors_hooks) -> None:
-        found.append(hooks)
-        original(hooks)
 
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+def _layout(x: Tensor) -> str:
+    return f"{x.dtype} on {x.device} with strides {x.stride()}"
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    """Copy a parameter to memory of its own, as it is laid out, so that each view of the copy has its like of the parameter."""
+    size, stride = parameter.size(), parameter.stride()
+    memory = torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device).untyped_storage()
+    copy = parameter.data.set_(memory, 0, size, stride)  # `data` conjugates as the parameter does
+    return copy.copy_(parameter.detach()).requires_grad_(parameter.requires_grad)
 
 
 @contextmanager

@@ -182,7 +182,7 @@ def _action_overhead() -> float:
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(_ALONE, batch, 0, flow.passes, inputs=(x,))
+        tape = Tape(_ALONE, batch, 0, _ALONE.passes, inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 

@@ -53,7 +53,7 @@ class Costs:
         gradient_bytes: gradients of a stage's parameters, from the first W of a step to its update; default: 0.
         head_gradient_bytes: the same for the stage's head, from its first H; default: 0.
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions (`Hogwild` with weights in
-            memory keeps none); default: 0.
+            memory keeps none without `recompute`); default: 0.
         fixed_bytes: memory that is always in use (parameters, optimizer state); default: 0.
         scratch_bytes: memory of an F beyond its activations and output; default: 0.
         weight_grad_peak_bytes, both_peak_bytes, input_grad_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of a W, a

@@ -46,13 +46,13 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         schedule: the schedule.
         costs: the sizes.
         recompute: whether a stage keeps only its input while its rank works on anything else, and runs its forward once more
-            before its next pass.
+            before its next pass, under a delay with the parameters of then.
     """
     size = schedule.num_stages
     kept, output = costs.per_stage("activation_bytes", size), costs.per_stage("output_bytes", size)
     extra = _peaks(costs, kept, output)
     peaks = []
-    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs), strict=True):
+    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs, recompute=recompute), strict=True):
         work = _Work(schedule, numbers, recompute)
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
@@ -89,13 +89,19 @@ def _peaks(costs: Costs, kept: Sequence[float], output: Sequence[float]) -> dict
     return {Kind.FORWARD: [sum(sizes) for sizes in zip(kept, output, scratch, strict=True)], **peaks}
 
 
-def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Return every rank's memory that is always in use: parameters, their older versions and optimizer state."""
+def fixed_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
+    """Return every rank's memory that is always in use: parameters, their older versions and optimizer state.
+
+    Args:
+        schedule: the schedule.
+        costs: the sizes.
+        recompute: see `peak_bytes`.
+    """
     size = schedule.num_stages
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
-        versions = schedule.ages[k] + 1 if schedule.stash and schedule.ages[k] else 0
+        versions = schedule.ages[k] + 1 if (schedule.stash or recompute) and schedule.ages[k] else 0
         sums[rank] += fixed[k] + weights[k] * versions
     return tuple(sums)
 

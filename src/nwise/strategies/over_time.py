@@ -56,8 +56,9 @@ class Hogwild(_Late):
 
     A backward pass uses the activations of its forward and the weights that are in memory when it runs. No copy of the weights is
     made, so the gradient is that of no one set of weights. Only tensors that share memory with a parameter are read anew: a cast,
-    as autocast makes it, or another value computed from a parameter stays that of the forward. `recompute` and
-    `torch.utils.checkpoint` are refused, and a checkpoint makes the passes that are due with the weights of its moment.
+    as autocast makes it, or another value computed from a parameter stays that of the forward. `recompute` changes no gradient,
+    but its second forward needs copies of the weights of the first. `torch.utils.checkpoint` is refused, and a checkpoint makes
+    the passes that are due with the weights of its moment.
 
     Args:
         base: strategy whose order is relaxed, or its name; default: end-to-end.
