@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from nwise.schedule.actions import Kind
 from nwise.schedule.ages import Ages
@@ -18,12 +17,8 @@ from nwise.schedule.sweep import Deadlock
 Lists = list[list[list[int]]]  # [turns][ranks][tasks]
 
 
-class _Work(NamedTuple):
-    """A task to do, with the number of its mini-batch and the last call that may run it."""
-
-    task: int
-    batch: int
-    due: int
+# A task to do, the number of its mini-batch, and the last call that may run it.
+_Work = tuple[int, int, int]
 
 
 class ListScheduler:
@@ -57,9 +52,9 @@ class ListScheduler:
         latest: Ages | None = None,
         pace: float = 0.0,
     ) -> None:
-        placement, tasks = graph.placement, [graph.tasks[task] for call in calls for one in call for task in one]
+        placement, tasks = graph.placement, graph.tasks
         # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
-        delays = [max(graph.tasks[task].age for call in calls for task in call[k]) for k in range(len(placement))]
+        delays = [max(tasks[task].age for call in calls for task in call[k]) for k in range(len(placement))]
         # A delay fills the pipeline in several rounds.
         rounds = 1 if not any(delays) else max(delays) + 2
         if latest is not None:  # the calls become alike later, in a deep pipeline after more of them
@@ -68,7 +63,8 @@ class ListScheduler:
         self._turns, self._reorders = len(calls), cap is not None
         self._latest, self._pace = latest, pace
         self._duration, self._latency = durations(graph, costs), costs.latency
-        self._urgent = [self._urgency(task) for task in range(len(graph.tasks))]
+        self._needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
+        self._urgent = [self._urgency(task) for task in range(len(tasks))]
         self._wakes = [
             {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
         ]
@@ -79,10 +75,16 @@ class ListScheduler:
         self._worked, self._next = [-1] * len(ranks), [0.0] * len(ranks)
         self._queues: list[dict[object, deque[_Work]]] = [{} for _ in ranks]
         self._done: list[list[list[_Work]]] = [[[] for _ in ranks] for _ in self._calls]
-        self._made: dict[tuple[int, int], tuple[float, int]] = {}  # time and call, by task and mini-batch
+        # Time and call in which a task has ended, by mini-batch.
+        self._made: list[list[tuple[float, int]]] = [[(math.inf, 0)] * len(tasks) for _ in self._calls]
         self._in_flight = [0] * len(placement)
-        self._ran = Counter[tuple[int, int, int]]()  # number of tasks by stage, micro-batch and mini-batch
-        self._all = Counter((a.stage, a.microbatch, a.turn) for a in tasks)
+        # Number of tasks of every stage and micro-batch that are left, by mini-batch.
+        self._tape = [(a.stage, a.microbatch) for a in tasks]
+        totals = [
+            Counter(self._tape[n] for n, a in enumerate(tasks) if a.turn == t and a.kind is not Kind.UPDATE)
+            for t in range(len(calls))
+        ]
+        self._left = [totals[batch % len(calls)].copy() for batch in range(len(self._calls))]
         self._most = [(cap or 0) + delay * len(graph.flows[0]) for delay in delays]
 
     def run(self) -> list[tuple[TaskGraph, Lists]]:
@@ -100,11 +102,12 @@ class ListScheduler:
         busy = [0.0] * ranks
         while events:
             # All events of one time come before any choice, so a rank sees everything that has arrived by then.
-            now = events[0][0]
-            awake = set()
+            now, awake = events[0][0], list[int]()
             while events and events[0][0] <= now:
-                awake.add(heapq.heappop(events)[1])
-            for rank in sorted(awake):
+                rank = heapq.heappop(events)[1]
+                if rank not in awake[-1:]:
+                    awake.append(rank)
+            for rank in awake:
                 if busy[rank] > now:
                     continue
                 if self._begin_calls(rank, now):
@@ -115,21 +118,23 @@ class ListScheduler:
                 task, batch, _ = work
                 busy[rank] = now + (self._duration[task] if batch >= 0 else 0.0)
                 heapq.heappush(events, (busy[rank], rank))
-                self._made[task, batch] = busy[rank], self._call[rank]
+                if batch >= 0:
+                    self._made[batch][task] = busy[rank], self._call[rank]
                 for other in self._wakes[task]:
                     heapq.heappush(events, (busy[rank] + self._latency, other))
         tasks = self._graph.tasks
-        if stuck := [tasks[queue[0].task] for queues in self._queues for queue in queues.values() if queue]:
+        if stuck := [tasks[queue[0][0]] for queues in self._queues for queue in queues.values() if queue]:
             raise Deadlock(stuck)
         cycles = [self._done[i : i + self._turns] for i in range(0, len(self._done), self._turns)][::-1]
         if self._latest is None:
             return [(self._graph, _tasks(cycles[0]))]
         # No call follows the last cycle, so all that is left runs there.
-        found: dict[str, tuple[TaskGraph, Lists]] = {}
+        found: dict[object, tuple[TaskGraph, Lists]] = {}
         for i, cycle in enumerate(cycles[1:], 2):
-            ages = self._ages(cycle, len(self._calls) - i * self._turns)
-            if ages is not None:
-                found.setdefault(repr((ages, _tasks(cycle))), (self._graph.aged(ages), _tasks(cycle)))
+            ages, lists = self._ages(cycle, len(self._calls) - i * self._turns), _tasks(cycle)
+            key = repr((ages, lists))
+            if ages is not None and key not in found:
+                found[key] = self._graph.aged(ages), lists
         return [*found.values()]
 
     def _ages(self, cycle: list[list[list[_Work]]], first: int) -> list[int] | None:
@@ -137,8 +142,8 @@ class ListScheduler:
         ages = [-1] * len(self._graph.tasks)
         count = 0
         for call, lists in enumerate(cycle, first):
-            for work in (work for one in lists for work in one):
-                ages[work.task] = call - work.batch
+            for task, batch, _ in (work for one in lists for work in one):
+                ages[task] = call - batch
                 count += 1
         todo = [task for call in self._calls[: self._turns] for one in call for task in one]
         if count != len(todo) or any(ages[task] < 0 for task in todo):
@@ -153,7 +158,7 @@ class ListScheduler:
         while self._call[rank] + 1 < len(self._calls):
             call = self._call[rank]
             for queue in queues.values():
-                if queue and queue[0].due <= call:
+                if queue and queue[0][2] <= call:
                     return False
             if now < self._next[rank]:
                 return True
@@ -169,28 +174,25 @@ class ListScheduler:
                 if self._latest is not None and a.kind is Kind.INPUT_GRAD:
                     slack = self._latest.messages[k][a.message or 0] - a.age
                 key = (k, a.kind, a.message) if self._reorders else k
-                self._queues[rank].setdefault(key, deque()).append(_Work(task, call - a.age, call + slack))
+                self._queues[rank].setdefault(key, deque()).append((task, call - a.age, call + slack))
 
     def _take(self, rank: int, now: float) -> _Work | None:
         """Remove the most urgent ready task of a rank from its queue and return it; None if none is ready."""
-        first: deque[_Work] | None = None
+        first, least = None, (math.inf, 0, 0)
         for queue in self._queues[rank].values():
-            more_urgent = queue and (first is None or self._urgent[queue[0].task] < self._urgent[first[0].task])
-            if more_urgent and self._ready(queue[0], now):
-                first = queue
+            if queue and self._urgent[queue[0][0]] < least and self._ready(queue[0], rank, now):
+                first, least = queue, self._urgent[queue[0][0]]
         if first is None:
             return None
-        work = first.popleft()
-        action, call = self._graph.tasks[work.task], self._call[rank]
-        if work.batch >= 0 and self._worked[rank] < call:
-            self._next[rank] = now + self._pace
-            self._worked[rank] = call
+        work = task, batch, _ = first.popleft()
+        action, call = self._graph.tasks[task], self._call[rank]
         self._done[call][rank].append(work)
         self._in_flight[action.stage] += action.kind is Kind.FORWARD
-        key = (action.stage, action.microbatch, work.batch)
-        self._ran[key] += 1
-        if work.batch >= 0 and self._ran[key] == self._all[action.stage, action.microbatch, action.turn]:
-            self._in_flight[action.stage] -= 1
+        if batch >= 0:
+            if self._worked[rank] < call:
+                self._next[rank], self._worked[rank] = now + self._pace, call
+            self._left[batch][self._tape[task]] -= 1
+            self._in_flight[action.stage] -= not self._left[batch][self._tape[task]]
         return work
 
     def _urgency(self, task: int) -> tuple[int, int, int]:
@@ -206,22 +208,23 @@ class ListScheduler:
         far = self._graph.stage(task).cotangent(action.message).far
         return (1, far - k, k)
 
-    def _ready(self, work: _Work, now: float) -> bool:
+    def _ready(self, work: _Work, rank: int, now: float) -> bool:
         """Tell whether a rank may start a task now."""
         task, batch, _ = work
-        action = self._graph.tasks[task]
-        k, rank = action.stage, self._graph.ranks[task]
-        if self._reorders and action.kind is Kind.FORWARD and self._in_flight[k] >= self._most[k]:
-            return False
+        if self._reorders and self._graph.tasks[task].kind is Kind.FORWARD:
+            k = self._graph.tasks[task].stage
+            if self._in_flight[k] >= self._most[k]:
+                return False
         if batch < 0:
             return True
-        for other, _, link in self._graph.needs[task]:
-            when, call = self._made.get((other, batch), (math.inf, 0))
+        made, call = self._made[batch], self._call[rank]
+        for other, lag in self._needs[task]:
+            when, then = made[other]
             # A neighbour may be in a later call already, but no result is older than its use.
-            if when + (self._latency if link else 0.0) > now or call > self._call[rank]:
+            if when + lag > now or then > call:
                 return False
         return True
 
 
 def _tasks(cycle: list[list[list[_Work]]]) -> Lists:
-    return [[[work.task for work in one] for one in lists] for lists in cycle]
+    return [[[task for task, *_ in one] for one in lists] for lists in cycle]
