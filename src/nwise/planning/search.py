@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
+from math import inf
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from nwise.planning.devices import Device, limits
 from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
-from nwise.schedule.bounds import resource_bound
+from nwise.schedule.bounds import lower_bound, resource_bound
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
@@ -107,6 +108,17 @@ class Search:
         flows = self._flows_for(self._trainable(starts))
         return resource_bound(flows, self.costs(starts, placement), placement) / len(flows)
 
+    @cached_property
+    def least(self) -> float:
+        """A lower bound on the time of a step with any cut; sharp for a single cut under a delay, whose orders take long."""
+        first = self.assignments[0]
+        flows = self._flows_for(self._trainable(first[0]))
+        ages = weight_ages(self._strategy, flows)
+        several = len(self.assignments) > 1 or not len(self._pieces) == self._num_stages == len(self._devices)
+        if several or not any(ages):
+            return self.bound(*first)
+        return lower_bound(flows, self.costs(*first), first[1], ages) / len(flows)
+
     def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages on their devices."""
         turns = [batch[0] for batch in self._flows_for(self._trainable(starts))]
@@ -170,9 +182,7 @@ class Search:
             return [(tuple(range(self._num_stages)), tuple(order[rank] for rank in fixed)) for order in self._orders]
         results: list[Assignment] = []
         for order in self._orders:
-            ranks = (
-                order if fixed is None else [order[rank] for rank in fixed]
-            )  # in the second case one for every stage
+            ranks = order if fixed is None else [order[rank] for rank in fixed]  # then one for every stage
             cut = assign([tables[self._devices[i]] for i in ranks])
             if cut is not None:
                 results.append((cut[0], tuple(ranks[i] for i in cut[1])))
@@ -214,8 +224,7 @@ class Search:
         """Return cuts to start from: balanced ones, and those with one long stage and one piece in every other."""
         known = self.assignments
         balanced = known[:_STARTS]
-        if self._memory is not None:
-            balanced += sorted(known, key=self._score)[:_STARTS]
+        balanced += sorted(known, key=self._score)[:_STARTS] if self._memory is not None else []
         # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait.
         size, stages, lopsided = len(self._pieces), self._num_stages, list[Assignment]()
         speeds = [device.speed for device in self._devices]
@@ -357,35 +366,28 @@ def search(
     """
     size = len(devices) if num_stages is None else num_stages
     check_at_least(len(devices), num_stages=size)
-    best: Cut | None = None
-    failures: list[DoesNotFit] = []
-    for m in progress(sorted(pieces)):
-        one = Search(pieces[m], method, m, devices, size, links)
-        if best is not None and one.bound(*one.assignments[0]) > best.timed.period * (1 + CLOSE):
+    searches = {m: Search(pieces[m], method, m, devices, size, links) for m in sorted(pieces)}
+    cuts, failures, shortest = dict[int, Cut](), list[DoesNotFit](), inf
+    # What may be the fastest comes first, so the bounds of most others tell that they are not.
+    for m in progress(sorted(searches, key=lambda m: searches[m].least)):
+        if searches[m].least > shortest * (1 + CLOSE):
             continue
         try:
-            cut = one.improved()
+            cuts[m] = searches[m].improved()
+            shortest = min(shortest, cuts[m].timed.period)
         except DoesNotFit as error:
             failures.append(error)
-            continue
-        if best is None or cut.timed.period < best.timed.period * (1 - CLOSE):
-            best = cut
-    if best is None:
+    if not cuts:
         raise min(failures, key=lambda error: error.least / error.memory)
-    return best
+    return next(cuts[m] for m in sorted(cuts) if cuts[m].timed.period <= shortest * (1 + CLOSE))
 
 
 def _orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
     """Return orders of the devices along the network, without those that only exchange equal ones; the given one first."""
     given = tuple(range(len(devices)))
-    keys: list[Callable[[int], float]] = [
-        lambda i: devices[i].speed,
-        lambda i: -devices[i].speed,
-        lambda i: devices[i].memory,
-        lambda i: -devices[i].memory,
-    ]
-    likely = (tuple(sorted(given, key=key)) for key in keys)
-    orders = dict.fromkeys(islice(chain([given], likely, _distinct(given, devices)), _MOST_ORDERS + len(keys) + 1))
+    keys: list[Callable[[int], float]] = [lambda i: devices[i].speed, lambda i: devices[i].memory]
+    likely = (tuple(sorted(given, key=key, reverse=down)) for key in keys for down in (False, True))
+    orders = dict.fromkeys(islice(chain([given], likely, _distinct(given, devices)), _MOST_ORDERS + 5))
     return list(orders)[:_MOST_ORDERS]
 
 
