@@ -113,7 +113,7 @@ class Search:
         """A lower bound on the time of a step with any cut; sharp for a single cut under a delay, whose orders take long."""
         first = self.assignments[0]
         flows = self._flows_for(self._trainable(first[0]))
-        ages = weight_ages(self._strategy, flows)
+        ages = strategy_ages(self._strategy, flows).weights
         several = len(self.assignments) > 1 or not len(self._pieces) == self._num_stages == len(self._devices)
         if several or not any(ages):
             return self.bound(*first)
