@@ -253,7 +253,7 @@ FIGURES: dict[str, Callable[[Path], None]] = {
 
 
 def digest(sources: Sequence[str]) -> str:
-    """Return what a figure says of its records, so that a test notices when they have changed."""
+    """Return what a figure says of its records; a test compares it with theirs."""
     return sha256(b"".join((ROOT / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 

@@ -213,6 +213,23 @@ class Scale(nn.Module):
         return x @ (self.weight.to(torch.float32).to(torch.float64) if self.derived else self.weight.t())
 
 
+def first_gradients(
+    stages: list[Scale], steps: int, *, recompute: bool = False, saves: int | None = None
+) -> list[float | None]:
+    """Return what each step leaves in the first stage; in one of them the gradients that are due are asked for."""
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild", recompute=recompute)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
+    first = []
+    for step in range(steps):
+        pipe.step(torch.ones(1, 1))
+        first.append(None if stages[0].weight.grad is None else stages[0].weight.grad.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == saves:
+            pipe.pending_gradients()
+    return first
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("derived", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
@@ -224,14 +241,7 @@ def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool, reco
     before mini-batch 1, by w1 w0 = 4, and w2 = 1.5.
     """
     stages = [Scale(derived=derived and k == 1) for k in range(3)]
-    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild", recompute=recompute)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
-    first = []
-    for _ in range(6):
-        pipe.step(torch.ones(1, 1))
-        first.append(None if stages[0].weight.grad is None else stages[0].weight.grad.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    first = first_gradients(stages, 6, recompute=recompute)
     assert first == [None, None, None, None, 2 * 2, 1.5 * (2 if derived else 1.5)]
 
 
@@ -471,16 +481,6 @@ def test_a_checkpoint_makes_due_passes_with_the_weights_of_its_moment() -> None:
     found = []
     for saves in (False, True):
         stages = [Scale(derived=False) for _ in range(3)]
-        pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild")
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
-        first = []
-        for step in range(7):
-            pipe.step(torch.ones(1, 1))
-            first.append(None if stages[0].weight.grad is None else stages[0].weight.grad.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            if saves and step == 2:
-                pipe.pending_gradients()
-        found.append(first)
+        found.append(first_gradients(stages, 7, saves=2 if saves else None))
     # w2 is 2, 1.5, 1 in mini-batches 0 to 2; w1 in calls 2 to 4 is 2, 1.5, 1.5 - 1.5 * 2 / 8 = 1.125.
     assert found == [[None] * 4 + [4, 1.5 * 1.5, 1 * w1] for w1 in (1.125, 1.5)]

@@ -14,7 +14,7 @@ from nwise.schedule.actions import Action
 
 
 class Counting(nn.Module):
-    """Dropout, batch statistics and a count of forwards, so that a second forward would show."""
+    """Dropout, batch statistics and a count of forwards: each would show a second forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ class Setting:
     def first_drops(self, first: int, *, scaled: bool = False) -> tuple[float, ...]:
         """Return the shares of the first T1 epochs at which the rate drops: "the same learning rate schedule as 1-wise".
 
-        That is 1-wise's own schedule, cut at T1, so that one 1-wise run passes through all T1. The alternative is a whole
+        That is 1-wise's own schedule, cut at T1: one 1-wise run passes through all T1. The alternative is a whole
         schedule, scaled to T1. The paper tries rates after T1 within a factor of ten of the rate that a cut schedule has there,
         in all eleven rows of table 5; a scaled one always ends at a thousandth of the rate at the start.
         """

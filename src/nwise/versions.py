@@ -216,7 +216,7 @@ def _layout(x: Tensor) -> str:
 
 
 def _copy(parameter: Tensor) -> Tensor:
-    """Copy a parameter to memory of its own, as it is laid out, so that each view of the copy has its like of the parameter."""
+    """Copy a parameter to memory of its own in the same layout: each view of the copy has its like of the parameter."""
     size, stride = parameter.size(), parameter.stride()
     memory = torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device).untyped_storage()
     copy = parameter.data.set_(memory, 0, size, stride)  # `data` conjugates as the parameter does
@@ -226,8 +226,6 @@ def _copy(parameter: Tensor) -> Tensor:
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Iterator[None]:
     """Let a module hold these parameters and buffers instead of its own while the body runs.
-
-    A backward pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
 
     Args:
         module: the module.

@@ -189,8 +189,8 @@ def plan(
         with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
             network = network_in_pieces(module, inputs, targets, heads, loss_fn, optimizer, before)
             check_enough(list(network.pieces), num_stages)
-            same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages, "microbatches": ms}
-            source = _measured(network, known, latency, links, same, rounds, progress_bar("measuring", shown=shown))
+            same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages}
+            source = _measured(network, known, latency, links, ms, same, rounds, progress_bar("measuring", shown=shown))
         source = replace(source, model=module)
     source = replace(source, report=report)
     bar = progress_bar("searching", shown=shown)
@@ -272,6 +272,7 @@ def _measured(
     known: tuple[Device, ...] | None,
     latency: float | None,
     links: dict[str, float],
+    ms: Sequence[int],
     same: dict[str, Any],
     rounds: int,
     progress: Callable[[list[Any]], Iterable[Any]],
@@ -281,11 +282,12 @@ def _measured(
         agree(
             devices=[[one.speed, one.memory] for one in known or ()],
             **same,
+            microbatches=ms,
             example=[list(x.shape) for x in network.batch(network.batch_size)[0]],
             model=list(network.pieces),
         )
     sizes = known is not None and limits(known) is not None
-    found = profile(network, same["microbatches"], rounds=rounds, sizes=sizes, progress=progress)
+    found = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress)
     links = {**links, "overhead": found.overhead}
     if launched():
         found, shared, processes = _exchange(found, network.device)

@@ -48,7 +48,7 @@ def joined(phases: Phases) -> str:
 
 def in_force(phases: Phases, step: int) -> Strategy:
     """Return the strategy that makes a step; before step 0, the first."""
-    return max((phase for phase in phases if phase[0] <= max(0, step)), key=lambda phase: phase[0])[1]
+    return [rule for first, rule in phases if first <= max(0, step)][-1]
 
 
 def spans(phases: Phases, stop: int) -> Iterator[tuple[range, Strategy]]:
