@@ -50,6 +50,7 @@ RANKS = [
         "sliced",
         "tensors",
         "terms",
+        "certainty",
     ],
     ["strategies", "_snapshot", "network", "heads"],
     ["flow"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import nwise
+from nwise.strategies.base import example_names
 
 NAMES = [
     "local",
@@ -158,6 +160,47 @@ def test_custom_strategy_needs_only_credit() -> None:
     pipe = nwise.Pipeline(stages, [torch.nn.Linear(2, 2) for _ in range(3)], strategy=Odd())
     assert pipe.strategy.name == "Odd"
     assert pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1])).ran == (False, False, True, True)
+
+
+def test_a_class_that_is_defined_once_more_takes_its_name() -> None:
+    """The cell of a notebook that ran again gave the name of the older class, until that was collected."""
+
+    def define(weight: float) -> type[nwise.Strategy]:
+        class Again(nwise.Strategy):
+            name = pattern = "again"
+            examples = ("again",)
+
+            def credit(self, num_stages: int, turn: int = 0) -> torch.Tensor:
+                return weight * torch.eye(num_stages, dtype=torch.float64)
+
+        return Again
+
+    older, newer = define(1), define(2)
+    assert isinstance(nwise.strategy("again"), newer)
+    assert not isinstance(nwise.strategy("again"), older)
+    assert example_names().count("again") == 1
+    del older, newer
+    gc.collect()
+
+
+def test_custom_names_may_look_like_those_of_others() -> None:
+    """A subclass without a name took that of its parent; a name that ends like a delay was taken apart."""
+
+    class Same(nwise.NWise):
+        pass
+
+    class Late(nwise.Strategy):
+        name = pattern = "steps-delay-2"
+
+        def credit(self, num_stages: int, turn: int = 0) -> torch.Tensor:
+            return torch.eye(num_stages, dtype=torch.float64)
+
+    assert type(nwise.strategy("2-wise")) is nwise.NWise
+    assert type(nwise.strategy("steps-delay-2")) is Late
+    assert nwise.strategy("credit-1,0;1,1-delay-1").name == "credit-1,0;1,1-delay-1"
+    assert nwise.strategy("credit-1,0;1,1-hogwild-least").asynchronous
+    del Same, Late
+    gc.collect()
 
 
 def test_numbers_of_numpy_give_names_that_can_be_parsed() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import nwise._arguments as arguments
-from nwise._arguments import HeadDict, ModuleOrFactory, Planned
+from nwise._arguments import ModuleOrFactory, Planned
 from nwise._compiled import allow_several_passes
 from nwise._habits import Habits
 from nwise._hooks import Hooks
@@ -20,6 +20,7 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.capture import capture_of
 from nwise.cutting import Cutter
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
+from nwise.heads import HeadDict
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating

@@ -112,7 +112,9 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
             "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
             f"Found {type(text).__name__}."
         )
-    for kind in _with_names(Strategy):  # type: ignore[type-abstract]  # only its subclasses are made
+    # The newest class first: it may have been defined once more, in a notebook's cell that ran again, and a delay or Hogwild reads
+    # its end of a name before the strategy inside reads the rest.
+    for kind in reversed(list(_with_names(Strategy))):  # type: ignore[type-abstract]  # only its subclasses are made
         match = re.fullmatch(kind.pattern, text)
         if match:
             return kind.from_match(match, **options)
@@ -140,12 +142,12 @@ def example_names() -> list[str]:
     ['end-to-end', 'local', '2-wise']
     """
     kinds = _with_names(Strategy)  # type: ignore[type-abstract]
-    return [name for kind in kinds for name in kind.examples]
+    return list(dict.fromkeys(name for kind in kinds for name in kind.examples))
 
 
 def _with_names(kind: type[Strategy]) -> Iterator[type[Strategy]]:
-    """Iterate over all subclasses with names, in the order of their definitions."""
+    """Iterate over all subclasses with names of their own, in the order of their definitions."""
     for child in kind.__subclasses__():
-        if child.pattern:
+        if vars(child).get("pattern"):
             yield child
         yield from _with_names(child)

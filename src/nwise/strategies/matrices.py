@@ -257,7 +257,7 @@ class Credit(Strategy):
     [[1.0, 0.0], [0.5, 1.0]]
     """
 
-    pattern = r"credit-(?!.*-(?:hogwild(?:-forward)?(?:-least)?|delay-\d+)$)([^@]+)"
+    pattern = r"credit-([^@]+)"
     examples = ("credit-1,0;1,1",)
 
     matrix: Any
