@@ -79,7 +79,8 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
         freed.append(not retain_graph)
         add_gradients(roots, seeds, leaves, retain_graph=retain_graph)
 
-    monkeypatch.setattr("nwise.stage.add_gradients", counting)
+    for place in ("stage", "guard"):
+        monkeypatch.setattr(f"nwise.{place}.add_gradients", counting)
     actions: list[Action] = []
     pipe.on_action = actions.append
     pipe.step(torch.randn(7, WIDTH))

@@ -56,7 +56,7 @@ RANKS = [
     ["flow"],
     ["kept", "schedule", "_summary"],
     ["tape", "versions"],
-    ["added", "structure"],
+    ["guard", "structure"],
     ["stage"],
     ["runtime"],
     ["step"],

@@ -24,18 +24,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nwise._hooks import has_hooks, noted
-from nwise._looks import is_due
-from nwise.added import Added
 from nwise.auxiliary import PRESENT
-from nwise.graph import add_gradients, check_leaves, nodes_of, without_backward, without_updates
+from nwise.graph import add_gradients, without_updates
+from nwise.guard import Guard, Noted
 from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.rerun import FirstRun
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.tape import Cotangents, Tape
+from nwise.tape import Cotangents, Look, Tape
 from nwise.tensors import (
     Tensors,
     as_argument,
@@ -85,12 +83,10 @@ class Stage:
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
         self._always = always
-        self._forwards = self._losses = 0  # graphs so far, of which those of number 1, 2, 4, 8, ... are checked
+        self._guard = Guard(f"Stage {index}", always)
+        self._head_guard = Guard(f"The head or loss of stage {index}", always)
         self._kind: tuple[type, int] = (type(None), 0)  # of the parameters that the last graph used, and how many
-        # Whether its graph has had nodes or hooks of the user's that may write over cotangents; None until a walk shows it.
-        self._custom: bool | None = None
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
-        self._added, self._added_in_head = Added(f"Stage {index}"), Added(f"The head of stage {index}")
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -99,7 +95,7 @@ class Stage:
         The result is all modules of the stage and its head, so callers need not walk through them again.
         """
         if module is not self.module or head is not self.head:
-            self._forwards = self._losses = 0
+            self._guard.graphs = self._head_guard.graphs = 0
         self.module, self.head = module, head
         main, self.learns = _walk(module)
         side, self.head_learns = _walk(head)
@@ -190,38 +186,31 @@ class Stage:
         return outputs
 
     def _computed(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
+        guard, look = self._guard, tape.look
         if tape.has_graph:
             kind = type(tape.versions), len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
-                self._kind, self._forwards = kind, 0
-            tape.checked = self._always or is_due(self._forwards + 1)
+                self._kind, guard.graphs = kind, 0
+            look.checked = guard.due
         if tape.versions is not None:
-            held = tape.versions.computing(buffers, checked=tape.checked)
+            weights = tape.versions.computing(buffers, checked=look.checked)
         else:
-            held = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
+            weights = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
         if not tape.has_graph:
-            with held, torch.no_grad():
+            with weights, torch.no_grad():
                 return run_unchanged(self.module, tape.inputs, self._name)
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
-        tape.suspect = self._added.unknown
-        if not tape.checked:
-            self._forwards += 1
-            with held:
-                return run_unchanged(self.module, tape.inputs, self._name)
-        leaves, owner = [*self._leaves(tape), *tape.inputs], self._name.capitalize()
-        hooks: list[Tensor] = []
-        asked: list[Tensor] = []  # PEFT lets the output of a frozen embedding require a gradient
-        with held, without_backward(leaves, owner), noted("register_hook", hooks), noted("requires_grad_", asked):
-            outputs = run_unchanged(self.module, tape.inputs, self._name)
-        refuse_attributes(outputs, f"The output of {self._name}")
-        nodes = nodes_of(outputs)
-        made = [x for x in asked if not isinstance(x, nn.Parameter)]
-        check_leaves(nodes, leaves + made, dict(self.module.named_parameters()), owner)
-        tape.suspect |= self._added.meet(nodes)
-        tape.hooked = bool(hooks) or has_hooks(nodes)
-        if tape.suspect or tape.hooked:
-            self._custom = True
-        self._forwards += 1  # a graph that was refused is looked through again
+        look.suspect = guard.unknown
+        if look.checked:
+            leaves = [*self._leaves(tape), *tape.inputs]
+            with weights, guard.watching(leaves) as seen:
+                outputs = run_unchanged(self.module, tape.inputs, self._name)
+            refuse_attributes(outputs, f"The output of {self._name}")
+            guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
+        else:
+            with weights:
+                outputs = run_unchanged(self.module, tape.inputs, self._name)
+        guard.graphs += 1  # a graph that was refused is looked through again
         return outputs
 
     def _run_head(self, tape: Tape) -> None:
@@ -230,12 +219,9 @@ class Stage:
         target, weight = batch.targets[m], batch.weights[m][self.index]
         batch.draws.begin("head", self.index, m, tape.outputs[0].device)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        owner = f"The head or loss of stage {self.index}"
-        checks = self._always or is_due(self._losses + 1)
-        hooks: list[Tensor] = []
-        guard = without_backward(leaves, owner) if checks else _NOTHING_ELSE
-        noting = noted("register_hook", hooks) if checks else _NOTHING_ELSE
-        with unchanged(leaves, owner), guard, noting:
+        guard, look = self._head_guard, Look(checked=self._head_guard.due)
+        watching = guard.watching(leaves) if look.checked else nullcontext(Noted())
+        with unchanged(leaves, f"The head or loss of stage {self.index}"), watching as seen:
             try:
                 output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
                 loss = self.loss_fn(output, None if target is None else as_argument(target))
@@ -256,18 +242,13 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and counts:
-            seeds, tape.share, custom = [full_like(loss, weight)], weight, False
-            if checks:
-                nodes, named = nodes_of([loss]), {} if self.head is None else dict(self.head.named_parameters())
-                check_leaves(nodes, wrt, named, owner)
-                custom = self._added_in_head.meet(nodes)
-                if not custom and (hooks or has_hooks(nodes)):
-                    self._added_in_head.refuse([loss], seeds, wrt, tape)
-            self._losses += 1
-            if custom or self._added_in_head.expected(tape):
-                self._added_in_head.walk([loss], seeds, wrt, wrt, tape, again=False)
-            else:
-                add_gradients([loss], seeds, wrt, retain_graph=False)
+            seeds, tape.share = [full_like(loss, weight)], weight
+            if look.checked:
+                named = {} if self.head is None else dict(self.head.named_parameters())
+                guard.look_through([loss], wrt, named, seen, look)
+            guard.prepare([loss], seeds, wrt, look, tape)
+            guard.graphs += 1
+            guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
         tape.own = tuple(leaf.grad for leaf in leaves)
         tape.head_left = False
         if not tape.has_graph:
@@ -296,37 +277,33 @@ class Stage:
         cotangent = tape.flow.cotangent(message)
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
-        held = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
-        with held, without_updates(self.learns, self._name) if tape.checked else _NOTHING_ELSE:
+        weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
+        guard, look = self._guard, tape.look
+        with weights_used, without_updates(self.learns, self._name) if look.checked else _NOTHING_ELSE:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 tape.kept.replay(partial(add_gradients, retain_graph=again))
                 tape.kept = None
             else:
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=self._custom is not False or self._always)
+                seeds = tape.cotangents(message, apart=guard.writes is not False or self._always)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
+                everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
                 if pairs:
-                    tape.suspect = tape.suspect or self._added.expected(tape)
-                    if tape.hooked and not tape.suspect:
-                        self._added.refuse(outputs, cotangents, self._everything(tape), tape)
-                keeps = keeps and not tape.suspect
+                    guard.prepare(outputs, cotangents, everything, look, tape)
+                keeps = keeps and not look.suspect
                 learns = self._leaves(tape) if weights or keeps else []
                 if pairs and keeps:
-                    with keep(outputs, cotangents, leaves, learns, apart=bool(self._custom)) as tape.kept:
+                    with keep(outputs, cotangents, leaves, learns, apart=bool(guard.writes)) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                 elif pairs and (learns or leaves):
-                    if tape.suspect:
-                        everything = self._everything(tape)
-                        self._added.walk(outputs, cotangents, learns + leaves, everything, tape, again=again)
-                    else:
-                        add_gradients(outputs, cotangents, learns + leaves, retain_graph=again)
+                    guard.walk(outputs, cotangents, learns + leaves, everything, look, tape, again=again)
                 # A tensor's hook may write over its argument, too.
-                if cotangent.shared and (self._custom is None or self._always):
-                    self._custom = self._custom or tape.differs(message, seeds)
+                if cotangent.shared and (guard.writes is None or self._always):
+                    guard.writes = guard.writes or tape.differs(message, seeds)
         gradients = self._take(tape, again) if inputs else ()
         if weights and tape.versions is not None:
             tape.versions.move_gradients()
@@ -342,15 +319,11 @@ class Stage:
             x.grad = None
         if self.index == 0:
             tape.batch.input_gradients[tape.microbatch] = gradients
-        elif again and (tape.checked or self._aliases):
+        elif again and (tape.look.checked or self._aliases):
             apart = tape.apart(gradients)
             self._aliases |= any(a is not b for a, b in zip(apart, gradients, strict=True))
             return apart
         return gradients
-
-    def _everything(self, tape: Tape) -> list[Tensor]:
-        """Return all leaves that a pass of the micro-batch may want."""
-        return self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
 
     def _leaves(self, tape: Tape) -> list[Tensor]:
         """Return the parameters that the micro-batch was computed with."""

@@ -21,6 +21,21 @@ Cotangents = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
+class Look:
+    """What is known of a graph.
+
+    Args:
+        checked: whether it was looked through.
+        suspect: whether it may add gradients that do not come from its outputs, so its walks have to look.
+        hooked: whether its hooks may do so.
+    """
+
+    checked: bool = False
+    suspect: bool = False
+    hooked: bool = False
+
+
+@dataclass(slots=True)
 class Tape:
     """One micro-batch at one stage, from the arrival of its inputs to its last pass.
 
@@ -35,9 +50,7 @@ class Tape:
         outputs: outputs of the forward.
         first: the state of the first forward, with `recompute`; otherwise None.
         has_graph: whether `outputs` have their graph.
-        checked: whether the graph was looked through.
-        suspect: whether the graph may add gradients that do not come from its outputs, and the passes have to look.
-        hooked: whether hooks of the graph may add gradients, and the passes have to look before they walk.
+        look: what is known of the graph.
         share: weight of an auxiliary loss inside the stage (`nwise.inject`) in the present walk.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
@@ -54,9 +67,7 @@ class Tape:
     outputs: Tensors = ()
     first: FirstRun | None = None
     has_graph: bool = False
-    checked: bool = False
-    suspect: bool = False
-    hooked: bool = False
+    look: Look = field(default_factory=Look)
     share: Weight = 1.0
     head_left: bool = False
     own: Cotangents = ()

@@ -112,8 +112,8 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
             "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
             f"Found {type(text).__name__}."
         )
-    # The newest class first: it may have been defined once more, in a notebook's cell that ran again, and a delay or Hogwild reads
-    # its end of a name before the strategy inside reads the rest.
+    # The newest class first: the cell of a notebook may have defined it once more, and a delay or Hogwild reads its end of a name
+    # before the strategy inside reads the rest.
     for kind in reversed(list(_with_names(Strategy))):  # type: ignore[type-abstract]  # only its subclasses are made
         match = re.fullmatch(kind.pattern, text)
         if match:

@@ -1,0 +1,187 @@
+"""The guard of a stage's graphs, or of its head's: it looks through some of them, and chooses how to walk back through all.
+
+A step walks a graph in parts, and once for every micro-batch and message. That is right for torch's own operations. A user's code
+may add a gradient whatever cotangent it gets, as auxiliary losses inside a stage do. It should count with the weight of the loss
+that the walk belongs to, but each walk would add it in full::
+
+    walk with the cotangent g            J g + a
+    walk with the cotangent 0                  a      found here, and
+    gradient                             J g + a - (1 - share) a
+
+So graphs number 1, 2, 4, 8, ... are looked through when they are made, and decide::
+
+    what the graph has             a walk
+    torch's operations alone       is made at once
+    hooks of hidden tensors        is made at once, if a look with the cotangent 0 has found nothing; else it is refused
+    functions of the user's        is followed by one with the cotangent 0, in the graphs that are looked through, and in all
+                                   once one of them has added anything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from nwise._hooks import has_hooks, noted, resting
+from nwise._looks import is_due
+from nwise._torch import has_custom, has_foreign
+from nwise.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
+from nwise.tape import Look, Tape
+
+
+@dataclass(slots=True)
+class Noted:
+    """Tensors of which a forward has called a method, which its graph does not tell.
+
+    Args:
+        hooked: those that it has put a hook on.
+        asked: those that it has let require a gradient, as PEFT does with the output of a frozen embedding.
+    """
+
+    hooked: list[Tensor] = field(default_factory=list)
+    asked: list[Tensor] = field(default_factory=list)
+
+
+class Guard:
+    """Looks through graphs, and walks back through them.
+
+    Args:
+        owner: the stage or head, for errors.
+        always: whether to look through every graph.
+
+    Attributes:
+        graphs: number of graphs so far.
+        writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
+    """
+
+    def __init__(self, owner: str, always: bool) -> None:
+        self.graphs = 0
+        self.writes: bool | None = None
+        self._owner, self._always = owner, always
+        self._adds: bool | None = None  # whether a graph has added anything; None until a walk shows it
+        self._functions = False  # whether a graph has had functions that are not torch's plain operations
+        self._foreign = False  # whether a graph has had functions of the user's, which may begin to add something
+
+    @property
+    def due(self) -> bool:
+        """Whether to look through the next graph."""
+        return self._always or is_due(self.graphs + 1)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the graphs may add something, and no walk has shown yet whether they do."""
+        return self._functions and self._adds is None
+
+    @contextmanager
+    def watching(self, leaves: Sequence[Tensor]) -> Iterator[Noted]:
+        """Note what the body, which makes a graph, does to tensors; raise ValueError if it calls ``backward``."""
+        seen = Noted()
+        with (
+            without_backward(leaves, self._owner),
+            noted("register_hook", seen.hooked),
+            noted("requires_grad_", seen.asked),
+        ):
+            yield seen
+
+    def look_through(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], named: Mapping[str, Tensor], seen: Noted, look: Look
+    ) -> None:
+        """Look through a graph, and note what it has.
+
+        Args:
+            roots: its outputs.
+            leaves: the tensors whose gradients the step computes.
+            named: parameters by name, for errors.
+            seen: what the forward has done to tensors.
+            look: what is known of the graph.
+
+        Raises:
+            ValueError: it ends at another tensor.
+        """
+        nodes = nodes_of(roots)
+        made = [x for x in seen.asked if not isinstance(x, nn.Parameter)]
+        check_leaves(nodes, [*leaves, *made], named, self._owner)
+        custom = has_custom(nodes)
+        self._functions |= custom
+        self._foreign |= has_foreign(nodes)
+        look.suspect |= custom
+        look.hooked = bool(seen.hooked) or has_hooks(nodes)
+        if look.suspect or look.hooked:
+            self.writes = True
+
+    def prepare(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], look: Look, tape: Tape
+    ) -> None:
+        """Decide how the next walk through a graph is made.
+
+        Args:
+            roots, seeds: as for `add_gradients`.
+            leaves: all leaves of the graph that any walk wants.
+            look: what is known of the graph.
+            tape: the micro-batch.
+
+        Raises:
+            ValueError: hooks of hidden tensors add to gradients.
+        """
+        # A coefficient may grow from zero at any step, so the first micro-batch of each looks. With a share of 1, what a graph
+        # adds counts as it is.
+        if not look.suspect and self._adds:
+            look.suspect = True
+        elif not look.suspect and self._foreign and tape.share != 1 and self._owner not in tape.batch.looked:
+            tape.batch.looked.add(self._owner)
+            look.suspect = True
+        if look.hooked and not look.suspect:
+            self._refuse_hooks(roots, seeds, leaves, tape)
+
+    def walk(
+        self,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        look: Look,
+        tape: Tape,
+        *,
+        again: bool,
+    ) -> None:
+        """Add the gradients of one walk, with the tape's share of what the graph adds.
+
+        Args:
+            roots, seeds, wanted: as for `add_gradients`.
+            leaves, look, tape: as for `prepare`, which comes before.
+            again: whether another walk will follow.
+        """
+        if not look.suspect:
+            add_gradients(roots, seeds, wanted, retain_graph=again)
+            return
+        share, now = tape.share, set(wanted)
+        with resting(leaves):  # a sum over replicas has to wait for the correction
+            add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+            tape.share = 0.0  # `nwise.inject` has counted already
+            extra = surplus(roots, seeds, leaves, self._owner if again else None)
+        tape.share = share
+        for tensor, added in zip(leaves, extra, strict=True):
+            if added is not None and tensor in now and tensor.grad is not None:
+                tensor.grad.sub_(added * (1 - share))
+        self._adds = bool(self._adds) or any(added is not None for added in extra)
+
+    def _refuse_hooks(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], tape: Tape
+    ) -> None:
+        """Raise ValueError, before a walk, if a graph whose only code of the user's is hooks adds anything."""
+        # A number that is added for each sample counts in full, and the gradient of a mean by its share. A hook does not tell.
+        if not leaves or tape.share == 1:
+            return
+        share, tape.share = tape.share, 0.0  # `nwise.inject` counts already
+        with resting(leaves):
+            extra = surplus(roots, seeds, leaves)
+        tape.share = share
+        if any(added is not None for added in extra):
+            raise ValueError(
+                f"{self._owner} should have no hooks of hidden tensors that add to a gradient, because they would add once for "
+                "each micro-batch and pass. Found one; add the loss by `nwise.inject`, change the gradients of parameters by "
+                "`Parameter.register_hook`, or use one micro-batch and the strategy 'end-to-end'."
+            )
