@@ -26,7 +26,7 @@ from nwise.tensors import Tensors, call, names
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
 
 
-class Observer(Protocol):
+class Observes(Protocol):
     """What looks at the first steps of a planned pipeline."""
 
     def through(self, recorder: Recorder | None) -> Recorder | None:
@@ -54,7 +54,7 @@ class Planned(Protocol):
     def prices(self, num_ranks: int) -> tuple[Any, ...]:
         """Return the costs by which orders are compared, and the memory of every rank."""
 
-    def observer(self, processes: Processes) -> Observer:
+    def observer(self, processes: Processes) -> Observes:
         """Return what looks at the first steps."""
 
 

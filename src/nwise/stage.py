@@ -31,7 +31,7 @@ from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.rerun import FirstRun
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.tape import Cotangents, Look, Tape
 from nwise.tensors import (
@@ -132,9 +132,11 @@ class Stage:
                 made = self._forward(tape, continued)
             elif action.kind is Kind.HEAD:
                 self._run_head(tape)
-            else:
+            elif action.kind in PASSES:
                 with _NOTHING_ELSE if tape.versions is None else tape.versions.modes():
                     made = self._backward(tape, action.kind, action.message, continued)
+            else:
+                raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 error.add_note(

@@ -22,7 +22,7 @@ _PUBLISHED = 16
 _LIBRARIES = ("nwise", "torch", "contextlib")
 
 
-class Call(NamedTuple):
+class Collective(NamedTuple):
     """A call that all ranks make.
 
     Args:
@@ -50,18 +50,18 @@ class Calls:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[Call] = deque(maxlen=_KEPT)
+        self._last: deque[Collective] = deque(maxlen=_KEPT)
 
     def begin(self, name: str, settings: str = "", digest: int = 0, batch: object = "") -> None:
         """Add a call."""
-        self._last.append(Call(self.count, name, settings, digest, batch, _caller()))
+        self._last.append(Collective(self.count, name, settings, digest, batch, _caller()))
         self.count += 1
 
-    def published(self) -> list[Call]:
+    def published(self) -> list[Collective]:
         """Return the last few calls."""
         return [call._replace(batch=str(call.batch)) for call in list(self._last)[-_PUBLISHED:]]
 
-    def pairs(self, theirs: Iterable[Call]) -> list[tuple[Call, Call]]:
+    def pairs(self, theirs: Iterable[Collective]) -> list[tuple[Collective, Collective]]:
         """Return this rank's and another's calls of the same number, in order."""
         mine = {call.number: call for call in list(self._last)}
         return [(mine[call.number], call) for call in theirs if call.number in mine]

@@ -23,7 +23,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from nwise.process import end_stalled, exit_at_once
-from nwise.runtime.calls import Call, Calls
+from nwise.runtime.calls import Calls, Collective
 from nwise.runtime.channel import LostPeer
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 
@@ -250,7 +250,7 @@ class Watchdog:
 
     def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
-        for mine, theirs in self._calls.pairs(Call(*call) for call in beat.get("calls", ())):
+        for mine, theirs in self._calls.pairs(Collective(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
                 return (
                     f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} on rank "
