@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
 from nwise.microbatch import Parts
 from nwise.network.chain import Chain
@@ -83,7 +84,13 @@ def checked(
             )
     for k, module in [*enumerate(mains), *enumerate(sides)]:
         if isinstance(module, nn.Module):
-            refuse_wrappers(module.modules(), f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`")
+            where = f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`"
+            refuse_wrappers(module.modules(), where)
+            if any(p.is_inference() for p in module.parameters() if not is_lazy(p)):
+                raise ValueError(
+                    f"{where} should be made outside `torch.inference_mode`, whose tensors get no gradients. Found a parameter "
+                    "that was made inside; build the network after it, or copy it with `copy.deepcopy`."
+                )
     several = isinstance(loss_fn, Sequence) and not isinstance(loss_fn, str)
     losses: list[LossFn] = list(loss_fn) if several else [loss_fn] * num_stages  # type: ignore[arg-type, list-item]
     if len(losses) != num_stages:
@@ -101,6 +108,26 @@ def checked(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
     return [*sides, None], losses
+
+
+def check_surroundings() -> None:
+    """Raise ValueError if a context around a step would change its gradients.
+
+    >>> with torch.inference_mode():
+    ...     check_surroundings()
+    Traceback (most recent call last):
+    ...
+    ValueError: `step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "`step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first."
+        )
+    if caches_parametrizations():
+        raise ValueError(
+            "`step` should run outside `torch.nn.utils.parametrize.cached`, because its micro-batches and passes have graphs of "
+            "their own. Found it on; end it first."
+        )
 
 
 _WRAPPERS = {

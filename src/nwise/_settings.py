@@ -8,7 +8,7 @@ from nwise._arguments import warn_of_wide_windows
 from nwise.batchnorm import warn_of_microbatches
 from nwise.checks import check_at_least
 from nwise.schedule.named import Order, check_order
-from nwise.stage import Stage
+from nwise.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 
@@ -20,11 +20,24 @@ class Settings(nn.Module):
     _strategy: Strategy
     _num_microbatches: int
     _order: Order
+    _losses: tuple[LossFn, ...]
 
     @property
     def num_stages(self) -> int:
         """Number of stages, A."""
         return len(self._stages)
+
+    @property
+    def loss_fns(self) -> tuple[LossFn, ...]:
+        """The loss of each stage; always those with which the pipeline was made."""
+        return self._losses
+
+    @loss_fns.setter
+    def loss_fns(self, losses: object) -> None:
+        raise AttributeError(
+            "`loss_fns` should stay the losses with which the pipeline was made. Found an assignment; make another pipeline of "
+            "the same stages, or set an attribute of the loss, such as its `weight`."
+        )
 
     @property
     def strategy(self) -> Strategy:

@@ -16,6 +16,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     uncompiled, ...      _orig_mod, _torchdynamo_orig_callable      none
     inner_module         _checkpoint_wrapped_module                 none
     MODULE_CALLS         Module._call_impl, _wrapped_call_impl      none
+    caches_...           nn.utils.parametrize._cache_enabled        none
     compiler_settings    _functorch.config                          none
     TorchDispatchMode    utils._python_dispatch                     none
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.nn.utils import parametrize
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
@@ -94,7 +96,14 @@ def has_foreign(nodes: Iterable[Node]) -> bool:
     False
     """
     functions = {getattr(kind, "_forward_cls", None) for kind in map(type, nodes)} - {None}
-    return any(function.__module__.partition(".")[0] not in ("torch", "nwise") for function in functions)
+    modules = {function.__module__ for function in functions}
+    # `torch.library.custom_op` makes functions of the user's backward.
+    return any(m.startswith("torch._library") or m.partition(".")[0] not in ("torch", "nwise") for m in modules)
+
+
+def caches_parametrizations() -> bool:
+    """Return whether `torch.nn.utils.parametrize.cached` is on: all forwards then share one graph of a parametrized weight."""
+    return bool(parametrize._cache_enabled)
 
 
 def version(tensor: Tensor) -> int:

@@ -98,9 +98,10 @@ def _references(node: Node) -> int:
 
 
 # Of a tensor that only its graph holds: it was made inside, to differentiate by it, and its gradient interests no one.
-_IN_GRAPH_ALONE = max(
-    _references(node) for node in nodes_of([torch.zeros(1, requires_grad=True) * 1]) if hasattr(node, "variable")
-)
+with torch.inference_mode(False), torch.enable_grad():  # nwise may be imported inside another context
+    _IN_GRAPH_ALONE = max(
+        _references(node) for node in nodes_of([torch.zeros(1, requires_grad=True) * 1]) if hasattr(node, "variable")
+    )
 
 
 @contextmanager
@@ -170,7 +171,8 @@ def surplus(
         for x in wanted:
             x.grad = None
         try:
-            add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+            with torch.autograd.set_detect_anomaly(False):  # a user's function may divide by the norm of a cotangent
+                add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             return [x.grad for x in wanted]
         finally:
             for x, gradient in zip(wanted, before, strict=True):

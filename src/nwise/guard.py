@@ -11,7 +11,7 @@ that the walk belongs to, but each walk would add it in full::
 So graphs number 1, 2, 4, 8, ... are looked through when they are made, and decide::
 
     what the graph has             a walk
-    torch's operations alone       is made at once
+    torch's operations alone       is made at once, as is the only walk with a share of 1
     hooks of hidden tensors        is made at once, if a look with the cotangent 0 has found nothing; else it is refused
     functions of the user's        is followed by one with the cotangent 0, in the graphs that are looked through, and in all
                                    once one of them has added anything
@@ -126,8 +126,7 @@ class Guard:
         Raises:
             ValueError: hooks of hidden tensors add to gradients.
         """
-        # A coefficient may grow from zero at any step, so the first micro-batch of each looks. With a share of 1, what a graph
-        # adds counts as it is.
+        # A coefficient may grow from zero at any step, so the first micro-batch of each looks.
         if not look.suspect and self._adds:
             look.suspect = True
         elif not look.suspect and self._foreign and tape.share != 1 and self._owner not in tape.batch.looked:
@@ -154,7 +153,8 @@ class Guard:
             leaves, look, tape: as for `prepare`, which comes before.
             again: whether another walk will follow.
         """
-        if not look.suspect:
+        only, look.walked = not again and not look.walked, True
+        if not look.suspect or (only and tape.share == 1):  # what a graph adds counts as it is
             add_gradients(roots, seeds, wanted, retain_graph=again)
             return
         share, now = tape.share, set(wanted)

@@ -145,7 +145,7 @@ class Pipeline(Settings):
         prices = plan.prices(self.processes.num_ranks) if plan else ()
         self._program = Program(self.processes, prices, shared)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
-        self.loss_fns = tuple(losses)
+        self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
         self._capture = capture_of(losses, self.processes.size, self._compression, always) if capture else None
@@ -244,6 +244,7 @@ class Pipeline(Settings):
             ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
             nwise.runtime.watch.RankError: a rank failed.
         """
+        arguments.check_surroundings()
         processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from nwise._looks import is_due
 from nwise.auxiliary import PRESENT
 from nwise.graph import add_gradients, without_updates
 from nwise.guard import Guard, Noted
@@ -88,6 +89,7 @@ class Stage:
         self._kind: tuple[type, int] = (type(None), 0)  # of the parameters that the last graph used, and how many
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
+        self._reruns = 0  # forwards that were to run again, of which those of number 1, 2, 4, 8, ... are compared
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
@@ -142,6 +144,11 @@ class Stage:
                 error.add_note(
                     f"nwise: {self._name} may keep a tensor with its graph, such as a hidden state; detach it"
                 )
+            elif "selective activation checkpoint" in str(error):
+                error.add_note(
+                    f"nwise: {self._name} is walked several times; use an order and strategy with one pass, such as 'end-to-end' "
+                    "with 'gpipe', or `recompute=True` instead"
+                )
             raise
         finally:
             PRESENT.microbatch = None
@@ -163,8 +170,10 @@ class Stage:
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
         detached = each(outputs, torch.Tensor.detach)
-        if tape.first is not None and (self._always or _shapes(tape.inputs) not in self._compared):
-            tape.first.keep(detached, self._name)
+        if tape.first is not None:
+            self._reruns += 1
+            if self._always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
+                tape.first.keep(detached, self._name)
         return detached
 
     def _rerun(self, tape: Tape) -> None:

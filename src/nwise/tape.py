@@ -28,11 +28,13 @@ class Look:
         checked: whether it was looked through.
         suspect: whether it may add gradients that do not come from its outputs, so its walks have to look.
         hooked: whether its hooks may do so.
+        walked: whether it has been walked.
     """
 
     checked: bool = False
     suspect: bool = False
     hooked: bool = False
+    walked: bool = False
 
 
 @dataclass(slots=True)

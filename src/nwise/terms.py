@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise._torch import MODULE_CALLS, uncompiled
+from nwise._torch import MODULE_CALLS, uncompiled, version
 from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
@@ -58,27 +58,39 @@ class Terms:
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        inner, self._options, decorated = unwrapped(loss_fn)
+        self._loss_fn = loss_fn
+        inner, _, decorated = unwrapped(loss_fn)
         self._count = getattr(inner, "count", None)
         if not callable(self._count):
             self._count = None
-            self._options = {**_defaults(inner), **self._options}
-        reduction = self._options.get("reduction", "mean")
+        options = self._options()
+        owner = inner if hasattr(inner, "__name__") else type(inner)
+        self._name = getattr(owner, "__name__", "a loss")
+        self.known = (
+            not decorated and options.get("reduction", "mean") == "mean" and getattr(owner, "__module__", "") in _KNOWN
+        )
+        self._over_elements = self.known and owner in _OVER_ELEMENTS
+        ignores = self._count is None and "ignore_index" in options
+        self._weighted: tuple[object, int, bool] = (
+            None,
+            0,
+            False,
+        )  # the weights of classes, their version, whether one is 0
+        # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
+        assumed = not (self.known or ignores or self._count is not None)
+        self._warns_of_ignored = self._warns_of_lengths = assumed
+
+    def _options(self) -> dict[str, Any]:
+        """Return the present options of the loss, which may be set during training, such as the weights of classes."""
+        inner, options, _ = unwrapped(self._loss_fn)
+        if self._count is None:
+            options = {**_defaults(inner), **options}
+        reduction = options.get("reduction", "mean")
         if reduction not in ("mean", "batchmean"):
             raise ValueError(
                 f"`loss_fn` should be the mean over a micro-batch. Found reduction = {reduction!r}; use reduction='mean'."
             )
-        owner = inner if hasattr(inner, "__name__") else type(inner)
-        self._name = getattr(owner, "__name__", "a loss")
-        self.known = not decorated and reduction == "mean" and getattr(owner, "__module__", "") in _KNOWN
-        self._over_elements = self.known and owner in _OVER_ELEMENTS
-        ignores = self._count is None and "ignore_index" in self._options
-        weight = self._options.get("weight")
-        # Classes without weight may be alone in a micro-batch, whose loss is then 0/0.
-        self._may_be_empty = isinstance(weight, Tensor) and not bool((weight > 0).all())
-        # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
-        assumed = not (self.known or ignores or self._count is not None)
-        self._warns_of_ignored = self._warns_of_lengths = assumed
+        return options
 
     def __call__(self, target: Tensors, samples: int) -> float:
         """Count the terms of a micro-batch's target, which has so many samples."""
@@ -95,18 +107,28 @@ class Terms:
             count = self._count(as_argument(target))
             # A loss of the user's may be 0/0 for a micro-batch without terms, so its count has to be known before.
             return count.double() if isinstance(count, Tensor) and self.known else float(count)
-        labels = target[0]
+        labels, options = target[0], self._options()
         if self._over_elements:
             return float(labels.numel())
-        if "ignore_index" not in self._options:
+        if "ignore_index" not in options:
             return float(samples)
         if labels.is_floating_point():  # class probabilities: every sample counts
             return float(labels.numel() // labels.shape[1]) if labels.dim() > 1 else float(samples)
-        kept = labels != self._options["ignore_index"]
-        weight = self._options.get("weight")
+        kept = labels != options["ignore_index"]
+        weight = options.get("weight")
         weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
         count = weights.sum(dtype=torch.float64)
-        return float(count) if self._may_be_empty else count
+        return float(count) if self._may_be_empty(weight) else count
+
+    def _may_be_empty(self, weight: Tensor | None) -> bool:
+        """Return whether a class has no weight; it may be alone in a micro-batch, whose loss is then 0/0."""
+        if weight is None:
+            return False
+        known, number, zero = self._weighted
+        if weight is not known or version(weight) != number:
+            zero = not bool((weight > 0).all())
+            self._weighted = weight, version(weight), zero
+        return zero
 
     def warn_of_lengths(self) -> None:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""

@@ -57,6 +57,20 @@ class Versions(ABC):
         """Let the body run with the modules in the modes of the forward."""
         return nullcontext()
 
+    @contextmanager
+    def _with_copies(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
+        """Let the body run the module's forward with copies of its parameters, and these buffers."""
+        before = {key: version(p) for key, p in self._parameters.items()} if checked else {}
+        with holding(self._module, {**self._parameters, **buffers}, self._name):
+            yield
+        changed = [key for key, number in before.items() if version(self._parameters[key]) != number]
+        if changed:
+            raise ValueError(
+                f"{self._name.capitalize()} should leave its parameters as they are under a delay, where its forward has copies "
+                f"of them. Found a change of {changed[0]!r} in place, as `max_norm` of an embedding or a momentum encoder makes "
+                "it; make it after the update, or keep what the forward changes in buffers."
+            )
+
     @property
     def learns(self) -> list[Tensor]:
         """The trainable parameters at which the graph ends."""
@@ -88,13 +102,11 @@ class Stashed(Versions):
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
-        self._parameters = {
-            key: p.detach().clone().requires_grad_(p.requires_grad) for key, p in self._parameters.items()
-        }
+        self._parameters = {key: _learning_like(p, p.detach().clone()) for key, p in self._parameters.items()}
         self._modes = modes_in(module)
 
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> AbstractContextManager[object]:
-        return holding(self._module, {**self._parameters, **buffers}, self._name)
+        return self._with_copies(buffers, checked=checked)
 
     def passing(self) -> AbstractContextManager[object]:
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
@@ -184,8 +196,7 @@ class Recomputed(InMemory):
 
     @contextmanager
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
-        copies = {**self._parameters, **buffers}
-        with holding(self._module, copies, self._name), super().computing(buffers, checked=checked):
+        with self._with_copies(buffers, checked=checked), super().computing(buffers, checked=checked):
             yield
 
     def modes(self) -> AbstractContextManager[object]:
@@ -220,7 +231,15 @@ def _copy(parameter: Tensor) -> Tensor:
     size, stride = parameter.size(), parameter.stride()
     memory = torch.empty_strided(size, stride, dtype=parameter.dtype, device=parameter.device).untyped_storage()
     copy = parameter.data.set_(memory, 0, size, stride)  # `data` conjugates as the parameter does
-    return copy.copy_(parameter.detach()).requires_grad_(parameter.requires_grad)
+    return _learning_like(parameter, copy.copy_(parameter.detach()))
+
+
+def _learning_like(parameter: Tensor, copy: Tensor) -> Tensor:
+    """Return a copy that gets gradients as its parameter does."""
+    copy.requires_grad_(parameter.requires_grad)
+    if copy.requires_grad and getattr(parameter, "grad_dtype", copy.dtype) != copy.dtype:
+        copy.grad_dtype = parameter.grad_dtype
+    return copy
 
 
 @contextmanager

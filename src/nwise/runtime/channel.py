@@ -143,7 +143,8 @@ class Sender:
 
     def _send(self, tensors: Tensors, tag: int) -> None:
         link, plan = self._link, self._ledger.plan
-        kept = tuple(t.contiguous() for t in tensors if t.numel())
+        # What travels is memory, so a conjugation or negation that torch has put off is made now.
+        kept = tuple(t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.numel())
         # The group's own call, because `dist.isend` would look up the group and the peer again.
         works = [_transport(link.peer, link.group.send, [t], link.peer, tag) for t in kept]
         self._on_the_way.append((kept, works))

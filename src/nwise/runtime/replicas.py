@@ -106,7 +106,7 @@ class Replicas:
             float(flag) for p, g in zip(parameters, gradients, strict=True) for flag in (g is not None, _is_sparse(g))
         ]
         parts = [
-            _local(torch.zeros_like(p) if g is None or _is_sparse(g) else g).flatten().to(kind)
+            _local(torch.zeros_like(p) if g is None or _is_sparse(g) else g).resolve_conj().flatten().to(kind)
             for p, g in zip(parameters, gradients, strict=True)
         ]
         flat = torch.cat([*parts, parts[0].new_tensor(flags + self._flags)])

@@ -13,8 +13,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from nwise._dtensor import is_dtensor
 from nwise.tape import Cotangents
 from nwise.tensors import Tensors, names
 
@@ -122,15 +123,24 @@ def _equal(tensors: Sequence[Tensor], specs: Specs) -> bool:
 def check_sendable(tensors: Sequence[Tensor], stage: int, device: torch.device) -> None:
     """Raise ValueError unless the outputs of a stage can travel to another process: dense values, on the device of the stages."""
     for t in tensors:
-        if t.is_nested or t.is_quantized or t.layout is not torch.strided or t.device.type != device.type:
-            kind = "nested" if t.is_nested else "quantized" if t.is_quantized else str(t.layout).removeprefix("torch.")
-            if t.device.type != device.type:
-                kind = f"on the device {t.device.type!r}"
+        if kind := _unsendable(t, device):
             raise ValueError(
                 f"The output of stage {stage} should be dense tensors on the device {device.type!r}, because another process "
                 f"receives their values. Found a tensor that is {kind}; return dense tensors that describe it, such as its "
                 "values and offsets, or let the next stage make it."
             )
+
+
+def _unsendable(tensor: Tensor, device: torch.device) -> str:
+    """Return why a tensor cannot travel; nothing if it can."""
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.device.type != device.type:
+        return f"on the device {tensor.device.type!r}"
+    known = type(tensor) in (Tensor, nn.Parameter) or is_dtensor(tensor)
+    return "" if known else f"a {type(tensor).__name__}, a class that would not travel with its values"
 
 
 HEADER = Spec((1024,), torch.uint8)
