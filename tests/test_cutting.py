@@ -143,13 +143,56 @@ def test_network_is_compared_once_for_each_number_of_micro_batches() -> None:
     x = torch.randn(6, 4)
     pipe.step(x, target=x)
     assert calls == [6]
-    for m, compared in ((2, [6, 6, 3, 3]), (3, [6, 6, 2, 2, 2])):
+    for m, once in ((2, [6, 6, 3, 3]), (3, [6, 6, 2, 2, 2])):
+        compared = once + once  # in evaluation and in training mode
         pipe.num_microbatches = m
         for expected in ([*compared, *[6 // m] * m], [6 // m] * m):
             calls.clear()
             hooked.clear()
             pipe.step(x, target=x)
             assert (calls, hooked) == (expected, [6 // m] * m), "hooks do not see the comparison"
+
+
+def test_samples_that_are_mixed_behind_random_numbers_are_refused() -> None:
+    """Regression: a stage whose output is random ended the comparison, and later ones were not looked at."""
+    noisy = Do(lambda layer, x: layer(x) + torch.randn_like(x))
+    for odd in (noisy, Do(lambda layer, x: layer(x), 4)):
+        odd.lock = threading.Lock() if odd is not noisy else None  # type: ignore[assignment]
+        pipe = pipeline([odd, plain(), Do(lambda layer, x: layer(x) - x.mean(0))])
+        with pytest.raises(ValueError, match="Stage 2 should compute every sample alone"):
+            pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
+        assert pipe.steps == 0
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    return functional.batch_norm(y, torch.zeros(4), torch.ones(4), training=layer.training)
+
+
+def test_samples_that_are_mixed_in_training_mode_warn() -> None:
+    """Regression: the comparison ran in evaluation mode, where a batch norm written by hand mixes nothing."""
+    pipe = pipeline([Do(_normalised), plain()])
+    with pytest.warns(UserWarning, match="Stage 0 should compute every sample alone in training mode, too"):
+        pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
+    for other in (pipeline([nn.BatchNorm1d(4), plain()], m=1), pipe):
+        other.step(torch.randn(6, 4), target=torch.randn(6, 4))
+
+
+def test_losses_over_tokens_warn_under_autocast() -> None:
+    """Regression: under autocast a loss could differ by nine per cent without a word; only its own rounding counts."""
+    target = torch.randint(1, 64, (4, 16))
+    target[0, 2:] = target[1, 3:] = 0
+
+    def over_tokens(output: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(output.float().flatten(0, 1), y.flatten(), ignore_index=0)
+
+    pipe = nwise.Pipeline([nn.Embedding(64, 16), nn.Linear(16, 64)], None, over_tokens, "end-to-end", 2).float()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.warns(UserWarning, match="The loss of stage 1 should be a mean over the samples"),
+    ):
+        pipe.step(torch.randint(64, (4, 16)), target=target)
 
 
 class Halves(nn.Module):

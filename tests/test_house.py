@@ -61,7 +61,7 @@ RANKS = [
     ["runtime"],
     ["step"],
     ["recording", "surroundings", "capture"],
-    ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program"],
+    ["_arguments", "_habits", "_settings", "cutting", "exits", "pipeline", "program", "separable"],
     ["checkpoint", "planning"],
     ["training"],
     ["app"],

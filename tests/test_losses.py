@@ -194,3 +194,29 @@ def test_unknown_loss_with_negative_labels_warns_once() -> None:
     with pytest.warns(UserWarning, match=r"negative labels \(-100\).*method `count\(target\)`"):
         pipe.step(x, target=y)
     pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_options_of_a_loss_may_be_set_during_training(*, wrapped: bool) -> None:
+    """Regression: micro-batches kept the weights of classes with which the pipeline was made."""
+    torch.manual_seed(0)
+    weights = torch.tensor([1.0, 5.0, 20.0])
+    loss: Any = nn.CrossEntropyLoss(weight=torch.ones(3))
+    if wrapped:
+        loss = functools.partial(cross_entropy, weight=torch.ones(3))
+    net = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    x, y = torch.randn(8, 4), torch.tensor([0, 1, 2, 0, 1, 1, 1, 1])
+    pipe = nwise.Pipeline(net, None, loss, "end-to-end", 2)
+    for change in ({}, {"weight": weights}, {"ignore_index": 1}):
+        if wrapped:
+            loss.keywords.update(change)
+        for name, value in change.items() if not wrapped else ():
+            setattr(loss, name, value)
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        expected = torch.autograd.grad(loss(net[1](net[0](x)), y), list(pipe.parameters()))
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], list(expected))
+    if not wrapped:
+        loss.reduction = "sum"
+        with pytest.raises(ValueError, match="should be the mean over a micro-batch. Found reduction = 'sum'"):
+            pipe.step(x, target=y)

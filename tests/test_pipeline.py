@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import nwise
 from nets import Net, perceptron, tokens
@@ -664,3 +665,31 @@ def test_steps_from_a_file_may_be_a_tensor() -> None:
     assert torch.isfinite(pipe.step(torch.ones(2, 2), target=torch.tensor([0, 1]))).all()
     assert pipe.steps == 4
     assert isinstance(pipe.steps, int)
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [(torch.inference_mode, "torch.inference_mode"), (parametrize.cached, "torch.nn.utils.parametrize.cached")],
+)
+def test_contexts_that_change_gradients_are_refused(context: Any, name: str) -> None:
+    """Regression: a cached parametrization left no gradient, in silence; inference mode ended in words about the loss."""
+    pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 3)], strategy="end-to-end")
+    with context(), pytest.raises(ValueError, match=f"`step` should run outside `{name}`.*Found it on; end it first"):
+        pipe.step(torch.zeros(2, 4), target=torch.tensor([0, 1]))
+    assert pipe.steps == 0
+
+
+def test_parameters_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        stages = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    with pytest.raises(ValueError, match=r"`stages\[0\]` should be made outside `torch.inference_mode`.*copy.deepcopy"):
+        nwise.Pipeline(stages, strategy="end-to-end")
+    nwise.Pipeline(copy.deepcopy(stages), strategy="end-to-end")
+
+
+def test_losses_cannot_be_replaced() -> None:
+    """Regression: an assignment had no effect, without a word."""
+    pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 3)], strategy="end-to-end")
+    with pytest.raises(AttributeError, match="`loss_fns` should stay the losses.*Found an assignment; make another"):
+        pipe.loss_fns = (nn.CrossEntropyLoss(),) * 2
+    assert pipe.loss_fns == (nn.functional.cross_entropy,) * 2

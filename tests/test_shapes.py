@@ -41,11 +41,16 @@ def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Pa
     )
 
 
+class Logs(torch.Tensor):
+    """Numbers that the next stage takes for logarithms."""
+
+
 ODD: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "sparse": (Tensor.to_sparse, "sparse_coo"),
     "nested": (lambda y: torch.nested.as_nested_tensor([y], layout=torch.jagged), "nested"),
     "quantized": (lambda y: torch.quantize_per_tensor(y, 0.1, 0, torch.qint8), "quantized"),
     "meta": (lambda y: y.to("meta"), "on the device 'meta'"),
+    "of a class": (lambda y: y.as_subclass(Logs), "a Logs, a class that would not travel with its values"),
 }
 
 

@@ -627,14 +627,87 @@ def test_reruns_that_differ_are_refused(*, deterministic: bool) -> None:
 
 
 def test_reruns_are_compared_always_if_asked() -> None:
-    """A module that changes later is found with checks="always"; otherwise each shape is compared once."""
+    """A module that changes later is found with checks="always"; otherwise each shape is compared, and reruns 1, 2, 4, 8, ..."""
     x, y = batch()
     for checks in ("first", "always"):
-        net: list[nn.Module] = [Moody(lambda m: m.calls < 8), nn.Linear(WIDTH, 3)]
+        net: list[nn.Module] = [Moody(lambda m: m.calls < 10), nn.Linear(WIDTH, 3)]
         pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True, checks=checks)
         with pytest.raises(ValueError, match="compute the same") if checks == "always" else warnings.catch_warnings():
             for _ in range(6):
                 pipe.step(x, target=y)
+
+
+def test_reruns_that_begin_to_differ_are_refused() -> None:
+    """Regression: a warm-up counter in the forward, which changed nothing at first, was never noticed."""
+    net: list[nn.Module] = [Moody(lambda m: m.calls < 16), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
+    x, y = batch()
+    for _ in range(7):
+        pipe.step(x, target=y)
+    with pytest.raises(ValueError, match="Stage 0 should compute the same when it runs again"):
+        pipe.step(x, target=y)
+
+
+class Between(nn.Linear):
+    """A layer with a function behind it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x))
+
+
+class Once(torch.autograd.Function):
+    """Frees what it has kept, as fused kernels do, and divides by the norm of its cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x.detach()
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        assert g.any(), "a cotangent of zeros"
+        kept, ctx.kept = ctx.kept, None
+        result: Tensor = g * (1 - kept.tanh() ** 2)
+        return result
+
+
+def test_the_only_walk_of_a_graph_is_not_repeated() -> None:
+    """Regression: the first graph was walked again with zeros, though one micro-batch adds in full what it adds."""
+    net: list[nn.Module] = [Between(Once.apply), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    pipe = nwise.Pipeline(net, strategy="end-to-end")
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+@torch.library.custom_op("nwise_tests::balance", mutates_args=())
+def balance(x: Tensor, coefficient: float) -> Tensor:
+    return x.clone()
+
+
+balance.register_autograd(
+    lambda ctx, g: (g + ctx.coefficient, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "coefficient", inputs[1]),
+)
+
+
+def test_custom_operations_that_begin_to_add_a_gradient_are_found() -> None:
+    """Regression: their functions are made inside torch, and counted as torch's own."""
+    coefficient = 0.0
+    net: list[nn.Module] = [Between(lambda y: balance(y, coefficient / len(y))), nn.Linear(WIDTH, 3)]
+    x, y = batch(6)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=2)
+    for step in range(6):
+        coefficient = max(0.0, step - 4.0)
+        pipe.zero_grad()
+        expected = plain(net, x, y)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
 
 
 class Odd(nn.Module):

@@ -42,6 +42,8 @@ class Batch:
         losses: the results, by (stage, micro-batch); filled by the heads.
         input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
         looked: the stages and heads that have looked in this mini-batch for gradients that their graphs add.
+        watched: stages whose inputs are to be noted. Default: none.
+        entering: these inputs, by (stage, micro-batch).
     """
 
     inputs: Sequence[Tensors]
@@ -51,6 +53,8 @@ class Batch:
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     looked: set[str] = field(default_factory=set)
+    watched: set[int] = field(default_factory=set)
+    entering: dict[tuple[int, int], Tensors] = field(default_factory=dict)
 
     def hand_back(self) -> None:
         """Send the gradients to the inputs back into the graphs that the inputs came from."""

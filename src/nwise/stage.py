@@ -160,6 +160,8 @@ class Stage:
         tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
             tape.first = FirstRun(self.module)
+        if self.index in tape.batch.watched:
+            tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
         asked = [x.requires_grad for x in tape.inputs] if self.index == 0 else ()
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
