@@ -44,8 +44,8 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 _METHODS = {
     "1f1b": ("-", "1F1B (exact)"),
     "zero-bubble": ("-", "zero-bubble (exact)"),
-    "end-to-end-delay-1": ("--", "exact, one update late"),
-    "end-to-end-delay-2": (":", "exact, two updates late"),
+    "end-to-end-delay-1": ("--", "end-to-end, one update late"),
+    "end-to-end-delay-2": (":", "end-to-end, two updates late"),
     "2-wise": ("-", "2-wise"),
     "local": ("-", "local"),
 }
@@ -103,8 +103,8 @@ def stages(path: Path) -> None:
 # Rows of the figure at equal time: the frontier's arm, and what readers call it.
 _ROWS = {
     frontier.PROMPT: "exact",
-    frontier.BETTER_LATE: "exact, one update late",
-    "end-to-end-delay-2, extrapolated": "exact, two updates late",
+    frontier.BETTER_LATE: "end-to-end, one update late",
+    "end-to-end-delay-2, extrapolated": "end-to-end, two updates late",
     frontier.TWO: "2-wise-mean",
     frontier.ROTATING: "rotating blocks of 2",
     frontier.LOCAL: "local",
