@@ -263,6 +263,22 @@ def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: s
             assert_same(gradients(pipe), expected, 1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["depth-first", "zb-h1"])
+@pytest.mark.parametrize("inject", [nwise.inject, injecting])
+def test_auxiliary_losses_count_by_samples(inject: Any, schedule: str) -> None:
+    """Regression: they counted by the targets that are not ignored, and not at all where all are."""
+    net: list[nn.Module] = [Balanced(WIDTH, inject), Balanced(3, inject)]
+    x, _ = batch(6)
+    y = torch.tensor([-100, -100, -100, 1, 0, -100])
+    expected = plain(net, x, y)
+    for num_microbatches in (1, 2, 3, 4):
+        pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=num_microbatches, schedule=schedule)
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+            assert_same(gradients(pipe), expected, 1e-12)
+
+
 def test_inject_equals_a_sum_of_losses() -> None:
     """Worked out by hand: y = w x, aux = w, loss = y."""
 

@@ -147,7 +147,7 @@ def measure(world: Processes, case: Case) -> Measured:
     size = range(case.microbatches)
     inputs = [(case.message,) for _ in size]
     share = 1 / case.microbatches
-    batch = Batch(inputs, [None for _ in size], [[share] * case.stages for _ in size])
+    batch = Batch(inputs, [None for _ in size], [[share] * case.stages for _ in size], samples=[share for _ in size])
     settle = turns * -(-case.settle // turns)
     count = turns * -(-case.batches // turns)
     periods, step, sent = [], 0, [0.0, 0.0]

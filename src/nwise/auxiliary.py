@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 class HasShare(Protocol):
     """A walk back through a graph: with which weight an auxiliary loss counts in it."""
 
-    share: float | Tensor
+    share: float
 
 
 class _Present:
@@ -51,8 +51,8 @@ def inject(y: Tensor, aux: Tensor) -> Tensor:
 
     Call it in the forward of a stage or head. In a pipeline the loss is added to every loss that is computed from `y`: stage i
     gets its gradient with weight ``sum_j C[j, i]`` over the losses j from this stage on, as the definition
-    (`nwise.reference_grads`) has it. Micro-batches weight it by their share of the mini-batch, so `aux` is a mean over samples,
-    like every loss. The losses that `Pipeline.step` returns do not contain it.
+    (`nwise.reference_grads`) has it. Micro-batches weight it by their share of the samples, also if the loss ignores some
+    targets, so `aux` is a mean over samples. The losses that `Pipeline.step` returns do not contain it.
 
     Args:
         y: a tensor on the way to the output, floating-point.

@@ -39,6 +39,7 @@ class Batch:
         targets: the targets, per micro-batch; None without a target.
         weights: share of each micro-batch in each stage's loss, ``[M][A]``.
         draws: what seeds the random numbers; default: with seed 0.
+        samples: share of each micro-batch in the samples, by which auxiliary losses count; default: all.
         losses: the results, by (stage, micro-batch); filled by the heads.
         input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
         looked: the stages and heads that have looked in this mini-batch for gradients that their graphs add.
@@ -50,6 +51,7 @@ class Batch:
     targets: Sequence[Tensors | None]
     weights: Sequence[Sequence[Weight]]
     draws: Draws = field(default_factory=Draws)
+    samples: Sequence[float] = (1.0,)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     looked: set[str] = field(default_factory=set)
@@ -159,7 +161,9 @@ class Parts:
         one = [[1.0] * len(terms)]
         weights: Sequence[Sequence[Weight]] = one if len(self.inputs) == 1 else self.weights(terms, on_device=on_device)
         mine = slice(draws.first, draws.first + num_microbatches)
-        return Batch(self.inputs[mine], self.targets[mine], weights[mine], draws)
+        total = sum(self.sizes)
+        samples = [size / total for size in self.sizes[mine]]
+        return Batch(self.inputs[mine], self.targets[mine], weights[mine], draws, samples)
 
     def weights(self, terms: Sequence[Terms], *, on_device: bool = False) -> list[list[Any]]:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""

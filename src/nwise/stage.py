@@ -255,14 +255,15 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and counts:
-            seeds, tape.share = [full_like(loss, weight)], weight
+            seeds, tape.share = [full_like(loss, weight)], batch.samples[m]
             if look.checked:
                 named = {} if self.head is None else dict(self.head.named_parameters())
                 guard.look_through([loss], wrt, named, seen, look)
             guard.prepare([loss], seeds, wrt, look, tape)
             guard.graphs += 1
             guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
-        tape.own = tuple(leaf.grad for leaf in leaves)
+        # A micro-batch without terms gives zeros, so its auxiliary losses count; the gradient of its mean would be nan.
+        tape.own = tuple(x.grad if counts or not x.requires_grad else torch.zeros_like(x) for x in leaves)
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
@@ -289,7 +290,7 @@ class Stage:
         # An I and a later W that start from one cotangent share the walk.
         cotangent = tape.flow.cotangent(message)
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
-        tape.share = cotangent.total * tape.batch.weights[tape.microbatch][self.index]
+        tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         guard, look = self._guard, tape.look
         with weights_used, without_updates(self.learns, self._name) if look.checked else _NOTHING_ELSE:

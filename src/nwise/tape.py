@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nwise.flow import StageFlow
 from nwise.kept import Kept
-from nwise.microbatch import Batch, Weight
+from nwise.microbatch import Batch
 from nwise.rerun import FirstRun
 from nwise.tensors import Tensors
 from nwise.versions import Versions
@@ -70,7 +70,7 @@ class Tape:
     first: FirstRun | None = None
     has_graph: bool = False
     look: Look = field(default_factory=Look)
-    share: Weight = 1.0
+    share: float = 1.0
     head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None
