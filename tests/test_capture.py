@@ -138,7 +138,7 @@ def test_parts_that_draw_are_noted_when_they_end() -> None:
     train(pipe, steps=4)
     assert pipe._capture is not None
     (kind,) = pipe._capture._kinds.values()
-    assert kind.drawing == {("stage", 0, 0): 2, ("stage", 1, 0): 2, ("stage", 2, 0): 2, ("stage", 3, 0): 1}
+    assert list(kind.drawing) == [{("stage", 0, 0): 2, ("stage", 1, 0): 2, ("stage", 2, 0): 2, ("stage", 3, 0): 1}]
 
 
 def test_ignored_targets_weight_micro_batches_on_the_device() -> None:
