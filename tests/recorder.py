@@ -55,14 +55,14 @@ class CpuGraph:
                 yield
         finally:
             torch.default_generator.set_state(state)
-            with torch.no_grad():
+            with torch.no_grad():  # by `data`, because later segments go back through the graphs of earlier ones
                 for x, values in self.calls.before.values():
-                    x.copy_(values)
+                    x.data.copy_(values)
                 for _, _, _, result in self.calls.calls:
                     for x in tree_leaves(result):
                         fresh = isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self.calls.made
                         if fresh and x.is_floating_point():
-                            x.detach().fill_(POISON)
+                            x.data.fill_(POISON)
 
     def draw_from(self, stream: int) -> None:
         assert stream < self.num_streams

@@ -88,9 +88,8 @@ class CudaGraph:
             self._graph.register_generator_state(stream)
         # Other threads may go on, such as those that pin the memory of the next batch.
         mode = "thread_local"
-        with warnings.catch_warnings():
-            # A stage may launch nothing between two messages, such as a view alone.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        # Torch warns of a segment that launches nothing, such as that of a stage that only reshapes.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             try:
                 with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode=mode), Reads():
                     yield
