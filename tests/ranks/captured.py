@@ -139,7 +139,7 @@ CASES: dict[int, list[Case]] = {
         Case("rotating-2", 2, TWO, steps=8),
         Case("2-wise", 1, TWO, sizes=(8, 8, 8, 7, 8, 7, 7, 8), steps=8),
         Case("end-to-end", 1, TWO, change=less_dropout, steps=8),
-        Case("2-wise-mean", 1, TWO, change=frozen, zero_every=2, steps=8),
+        Case("2-wise-mean", 1, TWO, change=frozen, zero_every=3, steps=9),
         Case("2-wise", 2, TWO, change=to_local, steps=8),
         Case("3-wise", 1, TWO, "fails"),
         Case("end-to-end", 2, "v", autocast=True),
