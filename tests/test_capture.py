@@ -88,21 +88,7 @@ def test_several_processes_record_what_lies_between_their_messages(num_ranks: in
 
     It takes seconds, because processes start.
     """
-    found = results(num_ranks, "captured.py", tmp_path, str(num_ranks))
-    for number, case in enumerate(ranks.CASES[num_ranks]):
-        expected, processes = ranks.run(case, captured=False), [one[number] for one in found]
-        together = {name: bits for one in processes for name, bits in one["seen"].items()}
-        assert sum(len(one["seen"]) for one in processes) == len(together) == len(expected["seen"]), case
-        assert not {name for name, bits in expected["seen"].items() if together[name] != bits}, case
-        failing = {p for p in range(num_ranks) if case.kind == "fails" and p == processes[0]["placement"][4]}
-        for rank, one in enumerate(processes):
-            assert one["bytes"]["measured"] == one["bytes"]["predicted"], case
-            assert bool(one["segments"]) == (rank not in failing), (case, rank)
-            assert [("Stage 4 reads a value" in text) for text in one["warnings"]] == [True] * (rank in failing), case
-            again = case.change is ranks.less_dropout and rank == processes[0]["placement"][4]
-            again |= case.change is ranks.frozen and rank == processes[0]["placement"][1]
-            if rank not in failing and case.change is not ranks.to_local:
-                assert one["graphs"] == (1 + again) * sum(one["segments"]), (case, rank)
+    ranks.check(results(num_ranks, "captured.py", tmp_path, str(num_ranks)))
 
 
 def layer(pipe: nwise.Pipeline, stage: int, place: int = 0) -> Any:

@@ -125,7 +125,8 @@ def frozen(pipe: nwise.Pipeline) -> None:
 
 
 def to_local(pipe: nwise.Pipeline) -> None:
-    """Change the strategy, on all ranks."""
+    """Ask the network, and change the strategy, on all ranks."""
+    pipe(torch.ones(3, 6, device=next(pipe.parameters()).device))
     pipe.strategy = "local"
 
 
@@ -154,7 +155,7 @@ CASES: dict[int, list[Case]] = {
 }
 
 
-def run(case: Case, *, captured: bool) -> dict[str, Any]:
+def run(case: Case, *, captured: bool, device: torch.device = DEVICE) -> dict[str, Any]:
     """Train, and return what this process has seen and recorded."""
     stages, heads = network(case.kind)
     made: list[CpuGraphs] = []
@@ -163,7 +164,7 @@ def run(case: Case, *, captured: bool) -> dict[str, Any]:
         made.append(CpuGraphs(device))
         return made[-1]
 
-    if DEVICE.type == "cpu":
+    if device.type == "cpu":
         capture.make_graphs = make
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,17 +174,17 @@ def run(case: Case, *, captured: bool) -> dict[str, Any]:
         )
         if case.kind == "norm":
             nwise.defer_batchnorm(pipe)
-        pipe.to(DEVICE)
+        pipe.to(device)
         update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         generator, seen = torch.Generator().manual_seed(5), dict[str, str]()
         for step in range(case.steps):
             if step == 4:
                 case.change(pipe)
             size = case.sizes[step % len(case.sizes)]
-            x = torch.randn(size, 6, generator=generator).to(DEVICE)
-            y = torch.randint(0, 4, (size,), generator=generator).to(DEVICE)
+            x = torch.randn(size, 6, generator=generator).to(device)
+            y = torch.randint(0, 4, (size,), generator=generator).to(device)
             y[: step % 3] = -100
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=case.autocast):
+            with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
                 losses = pipe.step(x, target=y)
             here = pipe.processes.here
             seen |= {f"loss {k} of step {step}": digest(losses.detach()[k]) for k in here if not losses[k].isnan()}
@@ -197,7 +198,7 @@ def run(case: Case, *, captured: bool) -> dict[str, Any]:
     seen |= {name: digest(x) for name, x in pipe.state_dict().items()}
     found: dict[str, Any] = {
         "seen": seen,
-        "placement": pipe.processes.placement,
+        "stages": pipe.processes.here,
         "bytes": pipe.bytes_per_step,
         "segments": [len(kind.recording.segments) for kind in kinds if kind.recording is not None],
         "graphs": sum(len(graphs.made) for graphs in made),
@@ -205,6 +206,23 @@ def run(case: Case, *, captured: bool) -> dict[str, Any]:
     }
     pipe.close()
     return found
+
+
+def check(found: Sequence[Sequence[Mapping[str, Any]]], device: torch.device = DEVICE) -> None:
+    """Assert that several processes have computed every bit of an eager step in one, and that each has recorded what it can."""
+    for number, case in enumerate(CASES[len(found)]):
+        expected, ranks = run(case, captured=False, device=device)["seen"], [one[number] for one in found]
+        together = {name: bits for one in ranks for name, bits in one["seen"].items()}
+        assert sum(len(one["seen"]) for one in ranks) == len(together) == len(expected), case
+        assert not {name for name, bits in expected.items() if together[name] != bits}, case
+        for rank, one in enumerate(ranks):
+            assert one["bytes"]["measured"] == one["bytes"]["predicted"], case
+            fails = case.kind == "fails" and 4 in one["stages"]
+            changed = 4 if case.change is less_dropout else 1 if case.change is frozen else None
+            assert bool(one["segments"]) != fails, (case, rank)
+            assert ["Stage 4 reads a value" in text for text in one["warnings"]] == [True] * fails, (case, rank)
+            if device.type == "cpu" and not fails and case.change is not to_local:
+                assert one["graphs"] == (1 + (changed in one["stages"])) * sum(one["segments"]), (case, rank)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine: runs the lists of one rank, with its stages, its messages and the mini-batches that wait for their delay.
+"""The engine: the calls of one rank, and the mini-batches that wait for their delay; an executor runs the list of each call.
 
 One process is one rank with all stages. A rank waits only for messages: it begins its next call as soon as its own list is done.
 """

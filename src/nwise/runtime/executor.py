@@ -109,7 +109,7 @@ class Executor:
         """Drop a mini-batch."""
         self.tapes.pop(step), self.exchanged.pop(step, None)
 
-    def messages(self, schedule: Schedule) -> Messages:
+    def _messages_of(self, schedule: Schedule) -> Messages:
         """Return the messages of this rank."""
         if schedule.digest not in self._messages:
             self._messages[schedule.digest] = messages_of(schedule, self._processes.place, self._wire.specs)
@@ -119,7 +119,7 @@ class Executor:
         """Begin a call on all channels."""
         batches = [self.exchanged.get(step - age) for age in range(schedule.oldest + 1)]
         window = tuple(None if one is None else one.labels for one in batches)
-        self.mail.start(self.messages(schedule), step % len(schedule.flows), window)
+        self.mail.start(self._messages_of(schedule), step % len(schedule.flows), window)
 
     def execute(self, schedule: Schedule, step: int, draws: Draws, tell: Tell) -> None:
         """Run the list of a call.
@@ -133,7 +133,7 @@ class Executor:
         # The list alone decides the order. A receive blocks until its message is there; a result goes to another rank, or to the
         # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B). A task of age a works on mini-batch
         # `step - a`. If there is none yet, or none any more, nothing is computed, and its messages are headers alone.
-        messages, turn, tapes = self.messages(schedule), step % len(schedule.flows), self.tapes.get(step, {})
+        messages, turn, tapes = self._messages_of(schedule), step % len(schedule.flows), self.tapes.get(step, {})
         self.mail.spare([tape.inputs for tape in tapes.get(0, ())], self._stages.values())
         for i, segment in enumerate(messages.segments[turn]):
             if i:
@@ -195,7 +195,7 @@ class Executor:
                 self.mail.post()
 
     def _segments(self, schedule: Schedule, step: int) -> Sequence[Segment]:
-        return self.messages(schedule).segments[step % len(schedule.flows)]
+        return self._messages_of(schedule).segments[step % len(schedule.flows)]
 
     def _compute(
         self, schedule: Schedule, segment: Segment, step: int, tell: Tell, on_last: Callable[[], None]
