@@ -34,7 +34,7 @@ from nwise._torch import has_hooks
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
-from nwise.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Segment, copies
+from nwise.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
 from nwise.rerun import random_states_kept
 from nwise.runtime.executor import Memory
 from nwise.runtime.processes import Processes
@@ -54,7 +54,7 @@ class Recording:
     """A recorded step.
 
     Args:
-        segments: its graphs.
+        segments: the graph of each segment.
         inputs: the tensors that they read: the batch.
         memory: those that they read from other ranks, and write for them.
         gradients: those that they write: the gradient of each trainable parameter.
@@ -62,7 +62,7 @@ class Recording:
         values: all values of the results, in one tensor.
     """
 
-    segments: Sequence[Segment]
+    segments: Sequence[Seeded]
     inputs: Sequence[Tensor]
     memory: Memory
     gradients: Sequence[Tensor | None]

@@ -6,8 +6,8 @@ reads, and what comes out is in tensors that it writes::
     record    Python --> kernels at their addresses, none of which runs
     replay               kernels at their addresses, in one launch
 
-What a rank computes between two messages is one graph, a segment. Nothing runs while a step is recorded, so nothing is sent
-either: its segments are recorded one after the other, and a failure is none of the other ranks' business.
+What a rank computes between two messages is a segment, with a graph of its own. Nothing runs while a step is recorded, so nothing
+is sent either: the segments are recorded one after the other, and a failure does not concern the other ranks.
 
 Random numbers come from streams: each part of a step that draws has its own generator, which gets a new seed for each replay.
 """
@@ -19,7 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -63,6 +63,9 @@ class Graphs(Protocol):
 
     def beside(self) -> AbstractContextManager[None]:
         """Run the body where graphs are recorded."""
+
+
+Seeded = tuple[Graph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
 
 
 class CudaGraph:
@@ -189,18 +192,6 @@ class Observed(Draws):
         self.drawing.append(Counter())
 
 
-class Segment(NamedTuple):
-    """What a rank computes between two messages.
-
-    Args:
-        graph: the graph.
-        parts: the part of a step that draws from each stream of the graph.
-    """
-
-    graph: Graph
-    parts: Sequence[Part]
-
-
 class Recorded(Draws):
     """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
 
@@ -210,13 +201,13 @@ class Recorded(Draws):
         generators: random generators that modules hold.
 
     Attributes:
-        segments: what has been recorded.
+        segments: their graphs.
     """
 
     def __init__(self, graphs: Graphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
         super().__init__()
         self._graphs, self._drawing, self._generators = graphs, drawing, generators
-        self.segments: list[Segment] = []
+        self.segments: list[Seeded] = []
         self._open, self._streams = ExitStack(), dict[Part, list[int]]()
         self._part, self._on_cpu = "", False
         self._states = self._present()
@@ -238,15 +229,16 @@ class Recorded(Draws):
         drawing = self._drawing[len(self.segments)]
         parts: list[Part] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}
-        self.segments.append(Segment(self._graphs.new(), parts))
-        self._open.enter_context(self.segments[-1].graph.recording(len(parts)))
+        self._graph = self._graphs.new()
+        self.segments.append((self._graph, parts))
+        self._open.enter_context(self._graph.recording(len(parts)))
 
     def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
         self._on_cpu = device.type != "cpu"
         self._states = self._present()
         streams = self._streams.get((what, stage, microbatch))
-        self.segments[-1].graph.draw_from(streams.pop(0) if streams else 0)
+        self._graph.draw_from(streams.pop(0) if streams else 0)
 
     def end(self) -> None:
         """Refuse the part that has ended if it has drawn from the CPU."""
