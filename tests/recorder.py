@@ -1,8 +1,8 @@
-"""A recording on a CPU: it holds the calls of a body, and makes them again in the same memory, as a CUDA graph does on a GPU."""
+"""A graph on a CPU: it holds the calls of a body, and makes them again in the same memory, as a CUDA graph does on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,26 +42,27 @@ class Calls(TorchDispatchMode):
         return result
 
 
-class CpuRecording:
+class CpuGraph:
     """Records calls, and repeats them."""
 
-    def record(self, body: Callable[[], Any], num_streams: int) -> Any:
+    @contextmanager
+    def recording(self, num_streams: int) -> Iterator[None]:
         self.calls = Calls()
         self.num_streams = num_streams
         state = torch.default_generator.get_state()
         try:
             with self.calls, Reads():
-                return body()
+                yield
         finally:
             torch.default_generator.set_state(state)
-            with torch.no_grad():
+            with torch.no_grad():  # by `data`, because later segments go back through the graphs of earlier ones
                 for x, values in self.calls.before.values():
-                    x.copy_(values)
+                    x.data.copy_(values)
                 for _, _, _, result in self.calls.calls:
                     for x in tree_leaves(result):
                         fresh = isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self.calls.made
                         if fresh and x.is_floating_point():
-                            x.detach().fill_(POISON)
+                            x.data.fill_(POISON)
 
     def draw_from(self, stream: int) -> None:
         assert stream < self.num_streams
@@ -84,13 +85,13 @@ class CpuRecording:
 
 
 class CpuGraphs:
-    """Makes such recordings."""
+    """Makes such graphs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.made: list[CpuRecording] = []
+        self.made: list[CpuGraph] = []
 
-    def new(self) -> CpuRecording:
-        self.made.append(CpuRecording())
+    def new(self) -> CpuGraph:
+        self.made.append(CpuGraph())
         return self.made[-1]
 
     @contextmanager

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,9 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from launch import results
 from nwise import capture
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
+from nwise.flow import flows_for
+from nwise.runtime.ledger import same as same_specs
+from nwise.runtime.messages import messages_of
+from nwise.runtime.processes import Processes
+from nwise.schedule.named import choose
+from ranks import captured as ranks
 from recorder import CpuGraphs
 
 
@@ -71,6 +80,15 @@ def same(pipes: list[nwise.Pipeline], **options: Any) -> None:
     for one, other in zip(plain, captured, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
     assert replays(pipes[1])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_several_processes_record_what_lies_between_their_messages(num_ranks: int, tmp_path: Path) -> None:
+    """Every bit is that of an eager step in one process; a rank that cannot replay does not disturb the others.
+
+    It takes seconds, because processes start.
+    """
+    ranks.check(results(num_ranks, "captured.py", tmp_path, str(num_ranks)))
 
 
 def layer(pipe: nwise.Pipeline, stage: int, place: int = 0) -> Any:
@@ -138,7 +156,7 @@ def test_parts_that_draw_are_noted_when_they_end() -> None:
     train(pipe, steps=4)
     assert pipe._capture is not None
     (kind,) = pipe._capture._kinds.values()
-    assert kind.drawing == {("stage", 0, 0): 2, ("stage", 1, 0): 2, ("stage", 2, 0): 2, ("stage", 3, 0): 1}
+    assert list(kind.drawing) == [{("stage", 0, 0): 2, ("stage", 1, 0): 2, ("stage", 2, 0): 2, ("stage", 3, 0): 1}]
 
 
 def test_ignored_targets_weight_micro_batches_on_the_device() -> None:
@@ -209,6 +227,23 @@ def test_changes_are_recorded_again() -> None:
         assert replays(captured)
 
 
+def test_strategies_take_turns() -> None:
+    """A step that is recorded does not belong to the calls that the engine follows."""
+    plain, captured = pipelines(layers)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(8):
+        x = torch.randn(6, 4, generator=generator)
+        for pipe in (plain, captured):
+            pipe.strategy = ("2-wise", "end-to-end")[step % 2]
+            pipe.step(x, target=x)
+            for p in pipe.parameters():
+                if p.grad is not None:
+                    p.data -= 0.1 * p.grad
+            pipe.zero_grad()
+    assert replays(captured) == 2
+    assert _equal(list(plain.state_dict().values()), list(captured.state_dict().values()))
+
+
 class Reading(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1.0 if x.sum().item() > 0 else 0.5)
@@ -246,6 +281,25 @@ def test_what_cannot_be_captured_runs_eagerly(stage: nn.Module, cause: str) -> N
         captured = train(pipes[1])
     assert _equal(plain, captured)
     assert not replays(pipes[1])
+
+
+def test_replicas_are_refused() -> None:
+    processes = cast(Processes, SimpleNamespace(size=4, num_ranks=2))
+    with pytest.raises(ValueError, match="whole stages without replicas.* Found 4 processes for 2 ranks; start 2"):
+        capture.capture_of([], processes, None, always=False)
+
+
+def test_segments_by_hand() -> None:
+    """A rank's tasks between two messages, of two micro-batches end to end on two ranks."""
+    chosen = choose("gpipe", flows_for(nwise.strategy("end-to-end"), 2, 2), (0, 1))
+    names = []
+    for rank in range(2):
+        for receives, tasks, send in messages_of(chosen, rank, same_specs).segments[0]:
+            arcs = [arc.action for arc in (*receives, send) if arc is not None]
+            computed = [str(chosen.graph.tasks[task]) for task in tasks]
+            names.append(" ".join([*map(str, arcs[: len(receives)]), *computed, *map(str, arcs[len(receives) :])]))
+    assert names[:4] == ["F0(0) SX0(0)", "F0(1) SX0(1)", "RG0(0.0) W0(0)", "RG0(1.0) W0(1)"]
+    assert names[4:] == ["RX1(0) F1(0) H1(0)", "RX1(1) F1(1) H1(1) B1(0.0) SG1(0.0)", "B1(1.0) SG1(1.0)"]
 
 
 def test_refused_before_anything_runs() -> None:

@@ -34,7 +34,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "nwise.stage.unchanged": lambda *_: nullcontext(),
         "nwise.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),
     },
-    "what others see of this rank": {"nwise.runtime.engine.Doing": lambda *_: None},
+    "what others see of this rank": {"nwise.runtime.executor.Doing": lambda *_: None},
 }
 
 

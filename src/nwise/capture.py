@@ -4,6 +4,13 @@
     step 3      recorded, replayed
     step 4 ...  batch --copy--> [ replay ] --> gradients, losses
 
+One process replays one graph. One of several replays what it computes between its messages, a segment, as one graph each::
+
+    rank 0      [ replay ] --copy--> message        message --copy--> [ replay ]
+    rank 1                 message --copy--> [ replay ] --copy--> message
+
+The messages are those of an eager step. So each rank decides alone whether it records, replays or runs eagerly.
+
 Each kind of step has a recording of its own: the turn of a rotating strategy, the shapes of the batch, the dtype of autocast. A
 change of modules, of their numbers (such as a dropout rate) or of the memory of parameters makes all recordings again.
 
@@ -17,7 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,8 +34,10 @@ from nwise._torch import has_hooks
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
-from nwise.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Recording, copies
+from nwise.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
 from nwise.rerun import random_states_kept
+from nwise.runtime.executor import Memory
+from nwise.runtime.processes import Processes
 from nwise.step import Step
 from nwise.surroundings import Surroundings
 from nwise.tensors import Tensors, each, names
@@ -40,29 +49,40 @@ _LIMIT = 8  # recordings in use, and changes in close succession that make all o
 _MANY = 100  # steps of a kind after which a change was worth its recording
 
 
+@dataclass(frozen=True)
+class Recording:
+    """A recorded step.
+
+    Args:
+        segments: the graph of each segment.
+        inputs: the tensors that they read: the batch.
+        memory: those that they read from other ranks, and write for them.
+        gradients: those that they write: the gradient of each trainable parameter.
+        results: what else they write.
+        values: all values of the results, in one tensor.
+    """
+
+    segments: Sequence[Seeded]
+    inputs: Sequence[Tensor]
+    memory: Memory
+    gradients: Sequence[Tensor | None]
+    results: Results
+    values: Tensor
+
+
 @dataclass
 class Kind:
     """Steps of one kind.
 
     Attributes:
         steps: how many have run or were replayed.
-        drawing: the parts that draw random numbers, and how often in a step.
+        drawing: the parts that draw random numbers, and how often in each segment.
         recording: the recording; None until there is one.
-        inputs: the tensors that it reads: the batch.
-        gradients: the tensors that it writes: the gradient of each trainable parameter.
-        results: what else it writes.
-        values: all values of the results, in one tensor.
-        parts: the part of each stream of random numbers.
     """
 
     steps: int = 0
-    drawing: Counter[Part] = field(default_factory=Counter)
+    drawing: Sequence[Counter[Part]] = ()
     recording: Recording | None = None
-    inputs: Sequence[Tensor] = ()
-    gradients: Sequence[Tensor | None] = ()
-    results: Results | None = None
-    values: Tensor | None = None
-    parts: Sequence[Part] = ()
 
 
 class Capture:
@@ -75,7 +95,7 @@ class Capture:
     def __init__(self, losses: Sequence[Any]) -> None:
         self._losses = losses
         self._kinds: dict[Hashable, Kind] = {}
-        self._graphs: CudaGraphs | None = None
+        self._graphs: Graphs | None = None
         self._surroundings: Surroundings | None = None
         self._changes = 0
         self._failed = self._full = False
@@ -110,14 +130,12 @@ class Capture:
             return self._eagerly(step, kind)
         if kind.recording is None:
             try:
-                self._record(step, kind)
+                kind.recording = self._record(step, kind)
             except NotRecordableError as error:
                 return self._give_up(step, str(error))
-        else:
-            step.engine.count(step.number)
-            kind.steps += 1
-            self._changes *= kind.steps < _MANY
-        return _replay(step, kind, [x for x in given if x is not None])
+        kind.steps += 1
+        self._changes *= kind.steps < _MANY
+        return _replay(step, kind.recording, [x for x in given if x is not None])
 
     def _kind(self, key: Hashable) -> Kind | None:
         """Return the kind of a step; None, with a warning the first time, if there are too many."""
@@ -136,10 +154,10 @@ class Capture:
         """Run a step eagerly, and note who draws random numbers."""
         if self._graphs is None:
             self._graphs = make_graphs(step.engine.device)
-        drawing: Counter[Part] = Counter()
+        draws = Observed(step.seed)
         with self._graphs.beside():
-            results = step.run(Observed(step.seed, drawing))
-        kind.steps, kind.drawing = kind.steps + 1, drawing
+            results = step.run(draws)
+        kind.steps, kind.drawing = kind.steps + 1, draws.drawing
         # A first step may add attributes; what changes again changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
             self._look(step)
@@ -147,7 +165,7 @@ class Capture:
                 self._stop(f"`{name}` changes in every step")
         return results
 
-    def _record(self, step: Step, kind: Kind) -> None:
+    def _record(self, step: Step, kind: Kind) -> Recording:
         """Record a step; if it cannot be, everything is as before."""
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns
@@ -155,13 +173,7 @@ class Capture:
         inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
         surroundings = self._look(step)
-        recording = self._graphs.new()
-        draws = Recorded(recording, kind.drawing, surroundings.generators)
-
-        def body() -> tuple[Results, Tensor]:
-            results = step.record(parts, draws)
-            return results, torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])
-
+        draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
         for p in learns:
             p.grad = None
         torch.clear_autocast_cache()
@@ -170,7 +182,10 @@ class Capture:
                 for container in step.structure.containers:
                     stack.enter_context(random_states_kept(container))
                 _refuse_other_devices(step, surroundings)
-                results, flat = recording.record(body, len(draws.parts))
+                memory = step.engine.memory(step.schedule, step.number, step.parts.inputs)
+                stack.enter_context(draws)
+                results = step.record(parts, draws, memory)
+                values = torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])
             gradients = [p.grad for p in learns]
             if name := surroundings.changed():
                 raise NotRecordableError(f"changes `{name}` in every step")
@@ -181,9 +196,8 @@ class Capture:
             torch.clear_autocast_cache()
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
-        kind.inputs = [x for x in _tensors(parts) if x is not None]
-        kind.recording, kind.gradients, kind.results, kind.values = recording, gradients, results, flat
-        kind.parts = draws.parts
+        read = [x for x in _tensors(parts) if x is not None]
+        return Recording(draws.segments, read, memory, gradients, results, values)
 
     def _look(self, step: Step) -> Surroundings:
         """Take the present surroundings as those that the next steps are compared with."""
@@ -200,7 +214,8 @@ class Capture:
         self._failed = True
         self._kinds.clear()
         warnings.warn(
-            f"A step should be captured. Found that it cannot be: {cause}. All steps run without capture, with the same results.",
+            f"A step should be captured. Found that it cannot be: {cause}. This process runs without capture, with the same "
+            "results.",
             stacklevel=6,
         )
 
@@ -209,22 +224,24 @@ class Capture:
         return Capture, (self._losses,)
 
 
-def capture_of(losses: Sequence[Any], num_processes: int, compression: object, always: bool) -> Capture:
+def capture_of(losses: Sequence[Any], processes: Processes, compression: object, always: bool) -> Capture:
     """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
+    size, ranks = processes.size, processes.num_ranks
     others = {
-        f"{num_processes} processes; start one": num_processes > 1,
-        "`compress`, which is for several; leave it out": compression is not None,
+        f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
+        "`compress`; leave it out": compression is not None,
         "`checks='always'`, which reads values in every step; use `checks='first'`": always,
     }
     if any(others.values()):
         found = next(name for name, is_given in others.items() if is_given)
         raise ValueError(
-            f"A captured pipeline should have one process, without compression, and few checks. Found {found}."
+            "A captured pipeline should have whole stages without replicas, messages without compression, and few checks. "
+            f"Found {found}."
         )
     return Capture(losses)
 
 
-def make_graphs(device: torch.device) -> CudaGraphs:
+def make_graphs(device: torch.device) -> Graphs:
     """Return what records on a device.
 
     Raises:
@@ -248,20 +265,22 @@ def refuse_hooks(modules: Iterable[nn.Module], hooked: Sequence[Tensor]) -> None
     )
 
 
-def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
+def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Results:
     """Replay a step: copy the batch, compute, and hand out gradients and losses."""
-    assert kind.recording is not None
-    assert kind.results is not None
-    assert kind.values is not None
     learns, draws = step.structure.learns, Draws(step.seed)
     before = [p.grad for p in learns]
+
+    def launch(i: int) -> None:
+        graph, parts = recording.segments[i]
+        graph.replay([draws.seed_of(*part) for part in parts])
+
     with torch.no_grad():
-        copies(kind.inputs, given)
+        copies(recording.inputs, given)
         # The memory of a gradient is the same in each replay, so one that is to be added to is put aside.
-        pairs = zip(kind.gradients, before, strict=True)
+        pairs = zip(recording.gradients, before, strict=True)
         kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
-        kind.recording.replay([draws.seed_of(*part) for part in kind.parts])
-        for p, old, new, own in zip(learns, before, kind.gradients, kept, strict=True):
+        step.engine.replay(step.schedule, step.number, step.parts.inputs, recording.memory, launch)
+        for p, old, new, own in zip(learns, before, recording.gradients, kept, strict=True):
             if new is None:
                 continue
             if old is None:
@@ -270,7 +289,7 @@ def _replay(step: Step, kind: Kind, given: Sequence[Tensor]) -> Results:
                 old.add_(new)
             else:
                 old.add_(own)
-        return _unpacked(kind.results, kind.values.clone())
+        return _unpacked(recording.results, recording.values.clone())
 
 
 def _in_one_place(first: Tensor, second: Tensor | None) -> bool:

@@ -148,7 +148,7 @@ class Pipeline(Settings):
         self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
-        self._capture = capture_of(losses, self.processes.size, self._compression, always) if capture else None
+        self._capture = capture_of(losses, self.processes, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]

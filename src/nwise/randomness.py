@@ -44,6 +44,9 @@ class Draws:
     def end(self) -> None:
         """End the part, after its last draw."""
 
+    def next_segment(self) -> None:
+        """Turn to what the rank computes after a message; a step begins with its first segment."""
+
     def seed_of(self, what: str, stage: int, microbatch: int) -> int:
         """Return the seed of a part."""
         # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.

@@ -1,10 +1,13 @@
-"""A recording: computations on a GPU that are launched once by Python, and then replayed without it (a CUDA graph).
+"""Graphs: computations on a GPU that are launched once by Python, and then replayed without it (CUDA graphs).
 
-A recording knows only addresses. It reads and writes the same memory each time. So what goes in is copied to tensors that it
+A graph knows only addresses. It reads and writes the same memory each time. So what goes in is copied to tensors that it
 reads, and what comes out is in tensors that it writes::
 
     record    Python --> kernels at their addresses, none of which runs
     replay               kernels at their addresses, in one launch
+
+What a rank computes between two messages is a segment, with a graph of its own. Nothing runs while a step is recorded, so nothing
+is sent either: the segments are recorded one after the other, and a failure does not concern the other ranks.
 
 Random numbers come from streams: each part of a step that draws has its own generator, which gets a new seed for each replay.
 """
@@ -12,10 +15,11 @@ Random numbers come from streams: each part of a step that draws has its own gen
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -24,7 +28,7 @@ from torch import Tensor
 from nwise._torch import TorchDispatchMode
 from nwise.randomness import Draws
 
-__all__ = ["CudaGraphs", "NotRecordableError", "Recording"]
+__all__ = ["CudaGraphs", "Graph", "NotRecordableError"]
 
 
 Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
@@ -34,30 +38,42 @@ class NotRecordableError(RuntimeError):
     """What a step does cannot be recorded; the message names it."""
 
 
-class Recording(Protocol):
+class Graph(Protocol):
     """Computations that can be replayed."""
 
-    def record(self, body: Callable[[], Any], num_streams: int) -> Any:
-        """Record what a function computes; return what it returns, whose values a replay will fill.
+    def recording(self, num_streams: int) -> AbstractContextManager[None]:
+        """Record what the body computes; what it returns has no values before a replay.
 
         Args:
-            body: the function.
             num_streams: number of streams of random numbers.
         """
 
     def draw_from(self, stream: int) -> None:
-        """Let what is recorded from here on draw from a stream; called by the body."""
+        """Let what is recorded from here on draw from a stream."""
 
     def replay(self, seeds: Sequence[int]) -> None:
         """Compute again, with a seed for each stream."""
 
 
-class CudaRecording:
+class Graphs(Protocol):
+    """Makes graphs that share a pool of memory, so they are replayed in the order in which they were recorded."""
+
+    def new(self) -> Graph:
+        """Return an empty graph."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Run the body where graphs are recorded."""
+
+
+Seeded = tuple[Graph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
+
+
+class CudaGraph:
     """A CUDA graph.
 
     Args:
         device: the GPU.
-        pool: pool of memory that several recordings share.
+        pool: pool of memory that several graphs share.
         stream: the stream to record on.
     """
 
@@ -66,19 +82,22 @@ class CudaRecording:
         self._generator = torch.cuda.default_generators[device.index]
         self._streams: list[torch.Generator] = []
 
-    def record(self, body: Callable[[], Any], num_streams: int) -> Any:
-        """Record what a function launches."""
+    @contextmanager
+    def recording(self, num_streams: int) -> Iterator[None]:
+        """Record what the body launches."""
         present = self._generator.graphsafe_get_state()
         self._streams = [self._generator.clone_state() for _ in range(num_streams)]
         for stream in self._streams:
             self._graph.register_generator_state(stream)
         # Other threads may go on, such as those that pin the memory of the next batch.
         mode = "thread_local"
-        try:
-            with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode=mode), Reads():
-                return body()
-        finally:
-            self._generator.graphsafe_set_state(present)
+        # Torch warns of a segment that launches nothing, such as that of a stage that only reshapes.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            try:
+                with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode=mode), Reads():
+                    yield
+            finally:
+                self._generator.graphsafe_set_state(present)
 
     def draw_from(self, stream: int) -> None:
         """Make a stream the GPU's generator."""
@@ -92,7 +111,7 @@ class CudaRecording:
 
 
 class CudaGraphs:
-    """Makes recordings on a GPU, which share a pool of memory.
+    """Makes CUDA graphs.
 
     Args:
         device: the GPU.
@@ -102,13 +121,13 @@ class CudaGraphs:
         self._device = device
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def new(self) -> Recording:
-        """Return an empty recording."""
-        return CudaRecording(self._device, self._pool, self._stream)
+    def new(self) -> Graph:
+        """Return an empty graph."""
+        return CudaGraph(self._device, self._pool, self._stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the body on the stream of the recordings."""
+        """Run the body on the stream of the graphs."""
         # What autograd keeps for a parameter belongs to the stream of its first use.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -148,11 +167,15 @@ def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class Observed(Draws):
-    """Notes which parts draw random numbers on the device."""
+    """Notes which parts draw random numbers on the device.
 
-    def __init__(self, seed: int, drawing: Counter[Part]) -> None:
+    Attributes:
+        drawing: the parts, and how often they draw, for each segment.
+    """
+
+    def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._drawing = drawing
+        self.drawing: list[Counter[Part]] = [Counter()]
         self._part: Part | None = None
         self._device = torch.device("cpu")
 
@@ -163,31 +186,59 @@ class Observed(Draws):
     def end(self) -> None:
         """Note whether the part that has ended has drawn."""
         if self._part is not None and has_drawn(self._device, self.seed_of(*self._part)):
-            self._drawing[self._part] += 1
+            self.drawing[-1][self._part] += 1
+
+    def next_segment(self) -> None:
+        self.drawing.append(Counter())
 
 
 class Recorded(Draws):
-    """Lets each part draw from its own stream of a recording, and refuses parts that draw from the CPU.
+    """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
+
+    Args:
+        graphs: what makes the graphs.
+        drawing: the parts that draw, and how often, for each segment.
+        generators: random generators that modules hold.
 
     Attributes:
-        parts: the part of each stream.
+        segments: their graphs.
     """
 
-    def __init__(self, recording: Recording, drawing: Counter[Part], generators: Sequence[Any]) -> None:
+    def __init__(self, graphs: Graphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
         super().__init__()
-        self._recording, self._generators = recording, generators
-        # What draws though it has not drawn before gets a stream that is the same for all.
-        self.parts: list[Part] = [("other", 0, 0), *drawing.elements()]
-        self._streams = {part: [i for i, one in enumerate(self.parts) if one == part] for part in drawing}
+        self._graphs, self._drawing, self._generators = graphs, drawing, generators
+        self.segments: list[Seeded] = []
+        self._open, self._streams = ExitStack(), dict[Part, list[int]]()
         self._part, self._on_cpu = "", False
         self._states = self._present()
+
+    def __enter__(self) -> Self:
+        self._begin_segment()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def next_segment(self) -> None:
+        """End a segment, and begin the next one."""
+        self._open.close()
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        # What draws though it has not drawn before gets a stream that is the same for all.
+        drawing = self._drawing[len(self.segments)]
+        parts: list[Part] = [("other", 0, 0), *drawing.elements()]
+        self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}
+        self._graph = self._graphs.new()
+        self.segments.append((self._graph, parts))
+        self._open.enter_context(self._graph.recording(len(parts)))
 
     def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
         self._on_cpu = device.type != "cpu"
         self._states = self._present()
         streams = self._streams.get((what, stage, microbatch))
-        self._recording.draw_from(streams.pop(0) if streams else 0)
+        self._graph.draw_from(streams.pop(0) if streams else 0)
 
     def end(self) -> None:
         """Refuse the part that has ended if it has drawn from the CPU."""

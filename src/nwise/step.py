@@ -13,6 +13,7 @@ from nwise._snapshot import deferred_norms, restored_on_error
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
+from nwise.runtime.executor import Memory
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
 from nwise.structure import Structure
@@ -62,13 +63,19 @@ class Step:
             batch.hand_back()
         return batch.results(self.schedule.num_stages)
 
-    def record(self, parts: Parts, draws: Draws) -> Results:
-        """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value."""
+    def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:
+        """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value.
+
+        Args:
+            parts: the micro-batches.
+            draws: what begins the segments.
+            memory: of the messages, which go nowhere.
+        """
         batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
         norms = deferred_norms(self.structure.stateful)
         for norm in norms:
             norm.discard()  # statistics of inference in training mode
-        self.engine.run(self.schedule, self.number, batch)
+        self.engine.record(self.schedule, self.number, batch, memory)
         for norm in norms:
             norm.commit()
         return batch.results(self.schedule.num_stages)

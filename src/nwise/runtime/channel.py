@@ -264,6 +264,10 @@ class Receiver:
             content = read_header(rest[0])
         return self._ledger.specs(message, content, self._link.peer)
 
+    def form(self, key: Key, label: Label) -> Form:
+        """Return the form of a message, of which there has been one for a micro-batch with this label."""
+        return self._ledger.known(key, label)
+
     def forget(self) -> None:
         """Take all messages that were sent for a schedule that is over, and drop them."""
         self.catch_up()

@@ -160,6 +160,10 @@ class Ledger:
             message.form = self._forms.get(message.label)
         return message.form
 
+    def known(self, key: Key, label: Label) -> Form:
+        """Return the form of a message, of which there has been one for a micro-batch with this label."""
+        return self._forms[key.kind, key.stage, label]
+
     def enter(self, message: Message, specs: Specs) -> Form:
         """Note the form of a message that has a header."""
         form = Form(specs, self.plan.parts(specs))
@@ -220,6 +224,11 @@ class Exchanged:
     flows: Sequence[Flow] = ()
     labels: Labels = field(default_factory=Labels)
     forms: dict[tuple[int, int], Form] = field(default_factory=dict)
+
+    def note(self, key: Key, form: Form) -> None:
+        """Note the form of a message."""
+        if key.kind is Kind.RECEIVE_ACTIVATION:
+            self.forms[key.stage, key.microbatch] = form
 
     def num_bytes(self, here: Container[int], parts: Callable[[Specs], Specs]) -> list[int]:
         """Return the bytes of the activations and of the gradients that the stages `here` send, as the flows say."""

@@ -1,6 +1,7 @@
 """The messages of a rank: arcs of the task graph that lead from it to another rank, or to it.
 
-A message is sent right after the task that makes it, and received right before the first task that needs it::
+A message is sent right after the task that makes it, and received right before the first task that needs it. What a rank computes
+between two messages is a segment::
 
     rank 0   F0(0)   send, F0(1)   send, receive, W0(0)           the plan of the channel 0 -> 1: the two activations,
     rank 1           receive, F1(0) H1(0) B1(0.0)   send          in the order of their senders
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from nwise.flow import Flow, StageFlow
 from nwise.runtime.ledger import Key, MessagePlan
 from nwise.runtime.shapes import Specs
-from nwise.schedule.actions import Action
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.graph import task_graph
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
@@ -38,20 +40,34 @@ class Arc(NamedTuple):
     travel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """The messages of a rank in one cycle of calls.
+class Segment(NamedTuple):
+    """Computations of a rank between two messages.
 
     Args:
-        receives: what to receive before a task.
-        sends: what to send after a task.
+        receives: what to receive before them.
+        tasks: numbers of the tasks.
+        send: what to send after them; None if the next segment begins with a receive, or the call ends.
+    """
+
+    receives: Sequence[Arc]
+    tasks: Sequence[int]
+    send: Arc | None
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a rank in one cycle of calls, and the work between them.
+
+    Args:
+        segments: the computations of each call, in order.
+        updates: the updates of each call, which follow them.
         outgoing, incoming: plans of the channels, by the other rank.
     """
 
-    receives: Mapping[int, Sequence[Arc]]
-    sends: Mapping[int, Arc]
-    outgoing: Mapping[int, MessagePlan]
-    incoming: Mapping[int, MessagePlan]
+    segments: Sequence[Sequence[Segment]] = ()
+    updates: Sequence[Sequence[Action]] = ()
+    outgoing: Mapping[int, MessagePlan] = field(default_factory=dict)
+    incoming: Mapping[int, MessagePlan] = field(default_factory=dict)
 
 
 def forwards_alone(placement: Placement) -> Schedule:
@@ -84,4 +100,14 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
 
     others = [other for other in range(schedule.num_ranks) if other != rank]
     outgoing, incoming = {other: plan(rank, other) for other in others}, {other: plan(other, rank) for other in others}
-    return Messages(dict(receives), sends, outgoing, incoming)
+    lists = [calls[rank] for calls in schedule.lists]
+    segments = [_segments([t for t in one if tasks[t].kind is not Kind.UPDATE], receives, sends) for one in lists]
+    updates = [[tasks[t] for t in one if tasks[t].kind is Kind.UPDATE] for one in lists]
+    return Messages(segments, updates, outgoing, incoming)
+
+
+def _segments(tasks: Sequence[int], receives: Mapping[int, list[Arc]], sends: Mapping[int, Arc]) -> list[Segment]:
+    """Split a rank's computations at its messages."""
+    first = [i for i, task in enumerate(tasks) if not i or task in receives or tasks[i - 1] in sends]
+    parts = [tasks[begin:end] for begin, end in pairwise([*first, len(tasks)])]
+    return [Segment(receives.get(part[0], []), part, sends.get(part[-1])) for part in parts]

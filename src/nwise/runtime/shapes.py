@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
 from nwise.tape import Cotangents
-from nwise.tensors import Tensors, names
+from nwise.tensors import Tensors, names, with_names
 
 __all__ = ["Spec"]
 
@@ -92,6 +92,17 @@ class Form:
 
     specs: Specs
     parts: Specs
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Form:
+        """Return the form of a message that travels as it is."""
+        specs = make_specs(tensors)
+        return cls(specs, specs)
+
+    def zeros(self, device: torch.device) -> Tensors:
+        """Return tensors like those of the message."""
+        zeros = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in self.specs]
+        return with_names(zeros, self.names)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -246,7 +246,7 @@ class Recipe:
     compile: bool = False
     """Compile the blocks of every stage and head; needs a C++ compiler."""
     capture: bool = False
-    """Record steps on a GPU and replay them without Python; not for delays, compression or several processes."""
+    """Record steps on a GPU and replay them without Python; not for delays, compression or replicas."""
     channels_last: bool = False
     """Store images and convolutions channels innermost, for GPUs; on a CPU not strided 1x1 convolutions of under 16 channels."""
     device: str = "auto"
