@@ -347,24 +347,13 @@ def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_compare_keeps_diverged_run_in_table(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "64"]
-    small += [
-        "--num-stages",
-        "2",
-        "--sequence-length",
-        "128",
-        "--eval-every",
-        "9",
-        "--lr",
-        "1e20",
-        "--warmup-steps",
-        "0",
-    ]
-    assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *small]) == 0
+    small = "--max-steps 3 --blocks-per-stage 1 --width 8 --num-heads 1 --batch-size 64 --num-stages 2 --sequence-length 128"
+    options = [*small.split(), *"--test-limit 20000 --eval-every 9 --lr 1e20 --warmup-steps 0".split()]
+    assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *options]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert len(rows) == 2
     assert rows[1]["curve"]["values"][-1] is None
-    assert cli.run(["train", "source-code", "--json", "--on-nan", "ignore", *small]) == 0
+    assert cli.run(["train", "source-code", "--json", "--on-nan", "ignore", *options]) == 0
     assert "NaN" not in capsys.readouterr().out
 
 
