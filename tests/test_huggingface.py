@@ -111,7 +111,7 @@ def check_training(model: Any, inputs: tuple[Tensor, ...], target: Tensor, folde
     pipe = nwise.Pipeline(stages, heads, own_loss(model), "2-wise")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     losses = []
-    for _ in range(6):
+    for _ in range(4):
         losses.append(pipe.step(*inputs, target=target)[-1])
         optimizer.step()
         optimizer.zero_grad()
@@ -129,7 +129,9 @@ def check_training(model: Any, inputs: tuple[Tensor, ...], target: Tensor, folde
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_class_is_cut_trained_and_exported(name: str, tmp_path: Path) -> None:
-    model = made(name)
+    """With three blocks, which show as much as five and take two thirds of the time."""
+    others = name.startswith(("GPT2", "ResNet", "ConvNext")) or "Conditional" in name  # have another name for them
+    model = made(name) if others else made(name, num_hidden_layers=3)
     inputs = inputs_for(model)
     check_outputs(model, inputs)
     model.train()
