@@ -1,4 +1,4 @@
-"""Starts a script on several processes: forked ones, which have torch already, or torchrun's, as a user would."""
+"""Starts a script on one or several processes, forks of one that has torch already, and sends them signals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks.preload"])
 
 
-def torchrun(
-    num_processes: int, arguments: Sequence[str], *, timeout: float = 200, environment: Mapping[str, str] | None = None
-) -> Done:
-    """Run ``python <arguments>`` on every rank, each in an interpreter of its own, under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=timeout, env=variables, check=False
-    )
-
-
 def forked(
     num_processes: int,
     arguments: Sequence[str],
@@ -51,7 +41,7 @@ def forked(
 ) -> Done:
     """Run ``python <arguments>`` on every rank, each a fork of a process that has imported torch.
 
-    Every rank writes its process into ``<folder>/pid-<rank>``.
+    Every rank writes its process into ``<folder>/pid-<rank>``. A single process is none of torchrun's.
 
     Args:
         num_processes: how many ranks.
@@ -63,38 +53,46 @@ def forked(
     Returns:
         The exit code of the first rank that ended with another one than 0, and what all of them said.
     """
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )  # as torchrun's agent has one
-    variables = {
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": folder.name,
-        "OMP_NUM_THREADS": "1",
-        **(environment or {}),
-    }
-    said = [folder / f"said-{rank}" for rank in range(num_processes)]
-    ranks = [
-        _context.Process(target=_rank, args=(rank, list(arguments), str(said[rank]), variables, os.getcwd()))
-        for rank in range(num_processes)
-    ]
-    for rank in ranks:
-        rank.start()
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    if num_processes > 1:
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's agent has one
+        variables |= {
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": folder.name,
+        }
+    ranks = started(num_processes, arguments, folder, variables)
     try:
         first = _wait(ranks, time.monotonic() + timeout)
     except TimeoutError as error:
-        errors = [path.with_suffix(".err") for path in said]
-        last = [path.read_text()[-2000:] for path in errors if path.exists()]
+        last = [path.read_text()[-2000:] for path in folder.glob("said-*.err")]
         raise TimeoutError("\n".join([str(error), *last])) from None
     finally:
         for rank in ranks:
             rank.kill()
-    texts = [[path.with_suffix(end).read_text() for path in said] for end in (".out", ".err")]
+    texts = [[(folder / f"said-{rank}{end}").read_text() for rank in range(num_processes)] for end in (".out", ".err")]
     return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
+
+
+def started(
+    num_processes: int, arguments: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> list[Any]:
+    """The processes that `forked` waits for."""
+    ranks = [
+        _context.Process(
+            target=_rank, args=(rank, list(arguments), str(folder / f"said-{rank}"), dict(variables or {}), os.getcwd())
+        )
+        for rank in range(num_processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
 
 
 def elastic(num_processes: int, arguments: Sequence[str], folder: Path, *, restarts: int) -> Done:
@@ -144,13 +142,13 @@ def _wait(ranks: Sequence[Any], deadline: float) -> int:
 
 
 def _rank(rank: int, arguments: list[str], said: str, variables: dict[str, str], folder: str) -> None:
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(variables, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if "WORLD_SIZE" in variables else {}))
     os._exit(_run(arguments, said, folder))
 
 
 def _run(arguments: list[str], said: str, folder: str) -> int:
     """Do in a fork what an interpreter does from its start to its end, and return the exit code."""
-    Path(said).with_name(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    Path(said).with_name(f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
     for number, end in ((1, ".out"), (2, ".err")):
         file = os.open(said + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -179,3 +177,23 @@ def results(num_processes: int, script: str, folder: Path, *arguments: str, **op
     done = forked(num_processes, [str(RANKS / script), str(folder), *arguments], folder, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def signal_when(holds: Callable[[], bool], number: int, folder: Path, rank: int = 0) -> threading.Thread:
+    """Send a signal to a rank as soon as a condition holds, in a thread that is returned."""
+
+    def send() -> None:
+        until(holds)
+        os.kill(int((folder / f"pid-{rank}").read_text()), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -164,16 +163,16 @@ assert not odd, odd
 
 SMALL = {
     "digits": "",
-    "source-code": "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64",
+    "source-code": "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64 --test-limit 20000",
 }
 
 
-def test_training_needs_no_network_and_imports_no_extra(tmp_path: Path) -> None:
-    """Train both recipes in one new interpreter."""
+def test_training_needs_no_network_and_imports_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train both recipes in one new process."""
+    monkeypatch.chdir(tmp_path)
     lines = [f"train {recipe} {options} --max-steps 2 --runs runs" for recipe, options in SMALL.items()]
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, *lines], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    (tmp_path / "offline.py").write_text(OFFLINE)
+    done = forked(1, [str(tmp_path / "offline.py"), *lines], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     runs = sorted((tmp_path / "runs").iterdir())
     assert [run.name for run in runs] == ["digits-2-wise-001", "source-code-2-wise-mean-001"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch import forked, signal_when
 from nwise.app import cli, models
 from nwise.app.cli.dispatch import parse
 from nwise.app.recipes import RECIPES
@@ -198,17 +197,6 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         parse(name, shlex.split(example)[1:])
 
 
-def test_command_imports_only_what_it_needs() -> None:
-    """Regression: `nwise recipes` took 1.5 s longer than torch, for unused imports of figures and checkpoints."""
-    script = "import sys; from nwise.app.cli import run; run(['recipes', '--json']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = done.stdout.splitlines()[-1].split()
-    assert "torch" in loaded
-    slow = {"matplotlib", "plotly", "datasets", "tokenizers", "transformers"}
-    slow |= {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"}
-    assert not slow & set(loaded)
-
-
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         assert cli.run(arguments) == 0
@@ -327,17 +315,23 @@ def test_train_with_closed_stdout_can_be_resumed() -> None:
     assert "Exception ignored" not in error
 
 
-def test_command_with_closed_stdout_exits_with_141() -> None:
-    script = "import sys; from nwise.app import cli; sys.stdin.read(1); cli.main(['recipes'])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def test_command_imports_only_what_it_needs_and_exits_with_141_if_stdout_is_closed() -> None:
+    """Regression: `nwise recipes` took 1.5 s longer than torch, for unused imports of figures and checkpoints."""
+    script = "import sys; from nwise.app import cli; sys.stdin.read(1)\ntry: cli.main(['recipes'])\n"
+    script += "finally: open('modules', 'w').write('\\n'.join(sys.modules))"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
     _, error = process.communicate("x", timeout=60)
     assert process.returncode == 141
     assert error == "nwise recipes: the output was closed.\n"
+    loaded = set(Path("modules").read_text().split())
+    assert "torch" in loaded
+    slow = {"matplotlib", "plotly", "datasets", "tokenizers", "transformers"}
+    slow |= {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy"}
+    assert not slow & loaded
 
 
 @pytest.mark.parametrize(
@@ -353,24 +347,13 @@ def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFix
 
 
 def test_compare_keeps_diverged_run_in_table(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-steps", "3", "--blocks-per-stage", "1", "--width", "8", "--num-heads", "1", "--batch-size", "64"]
-    small += [
-        "--num-stages",
-        "2",
-        "--sequence-length",
-        "128",
-        "--eval-every",
-        "9",
-        "--lr",
-        "1e20",
-        "--warmup-steps",
-        "0",
-    ]
-    assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *small]) == 0
+    small = "--max-steps 3 --blocks-per-stage 1 --width 8 --num-heads 1 --batch-size 64 --num-stages 2 --sequence-length 128"
+    options = [*small.split(), *"--test-limit 20000 --eval-every 9 --lr 1e20 --warmup-steps 0".split()]
+    assert cli.run(["compare", "source-code", "--strategies", "local", "end-to-end", "--json", *options]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert len(rows) == 2
     assert rows[1]["curve"]["values"][-1] is None
-    assert cli.run(["train", "source-code", "--json", "--on-nan", "ignore", *small]) == 0
+    assert cli.run(["train", "source-code", "--json", "--on-nan", "ignore", *options]) == 0
     assert "NaN" not in capsys.readouterr().out
 
 
@@ -414,19 +397,15 @@ def test_damaged_run_folder_error_names_the_file(
 
 
 def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "nwise", "train", "--epochs", "500", "--log-every", "1"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     metrics = tmp_path / "runs" / "digits-2-wise-001" / "metrics.jsonl"
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 75, error
-    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
-    assert error.startswith("stopping after this step; Ctrl-C again to end now\n")
-    assert "Traceback" not in out + error
+    trained = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3  # noqa: E731
+    sender = signal_when(trained, signal.SIGINT, tmp_path)
+    done = forked(1, ["-m", "nwise", "train", "--epochs", "500", "--log-every", "1"], tmp_path)
+    sender.join()
+    assert done.returncode == 75, done.stderr
+    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in done.stderr
+    assert done.stderr.startswith("stopping after this step; Ctrl-C again to end now\n")
+    assert "Traceback" not in done.stdout + done.stderr
     assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out
     assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()

@@ -196,9 +196,9 @@ def test_late_gradients_match_the_definition(strategy: str, m: int, delay: str, 
     ages = [row[0] for row in nwise.staleness(find_flow(pipe.credit), m)]
     if delay != "-hogwild-forward":
         ages = [int(delay[-1])] * 4
-    for size in (6, 5):
+    for size, number in ((6, 3), (5, 5)):
         calls: list[dict[str, Tensor]] = []
-        for i in range(5):
+        for i in range(number):
             x, y = net.draw(size if i % 2 else 6)
             credit = torch.stack([now.credit(4, now.turn(pipe.steps, part)) for part in range(m)])
             calls.append(reference_grads(net.stages, net.heads, net.loss_fn, x, y, credit, m))
@@ -277,7 +277,8 @@ def check(pipe: nwise.Pipeline, expected: dict[str, Tensor], *where: Any) -> Non
     for name, parameter in pipe.named_parameters():
         wanted = expected.get(name, torch.zeros(()))
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found, wanted.expand_as(found), rtol=1e-12, atol=1e-12, msg=f"{name} {where}")
+        if not torch.allclose(found, wanted.expand_as(found), rtol=1e-12, atol=1e-12):  # faster than the next line
+            torch.testing.assert_close(found, wanted.expand_as(found), rtol=1e-12, atol=1e-12, msg=f"{name} {where}")
 
 
 def test_delay_of_zero_is_the_strategy_itself_bitwise() -> None:

@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from safetensors import SafetensorError
 from torch import Tensor
 
-from launch import forked
+from launch import forked, started, until
 from nwise.app.cli import run as command
 from nwise.app.training import Callback, CheckpointPolicy, Run, Trainer, new_run
 from nwise.checkpoint import Checkpoints, Resumed, files
@@ -263,29 +262,28 @@ def test_crafted_checkpoint_index_is_damage(index: Any, tmp_path: Path) -> None:
 
 HOLD = """
 import sys
+import time
 from pathlib import Path
 from nwise.checkpoint.lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
+lock = FolderLock(Path(sys.argv[1]) / "folder")
 lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
+(Path(sys.argv[1]) / "held").touch()
+time.sleep(60)
 """
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def other(tmp_path: Path) -> Iterator[Any]:
     """Another process that writes to `tmp_path / "folder"`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "folder")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    (tmp_path / "hold.py").write_text(HOLD)
+    [process] = started(1, [str(tmp_path / "hold.py"), str(tmp_path)], tmp_path)
+    until((tmp_path / "held").exists)
     yield process
     process.kill()
-    process.communicate()
+    process.join()
 
 
-def test_folder_lock_allows_one_writer(other: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_folder_lock_allows_one_writer(other: Any, tmp_path: Path) -> None:
     """Regression: two writers both finished as done with every record twice, or mixed a checkpoint."""
     folder = tmp_path / "folder"
     checkpoints = Checkpoints(folder, pipeline((2, 2), "2-wise"))
@@ -300,7 +298,7 @@ def test_folder_lock_allows_one_writer(other: subprocess.Popen[str], tmp_path: P
         trainer.train(Run.open(folder))
     assert not (folder / "metrics.jsonl").exists()
     other.kill()  # whose lock ends with it
-    other.wait()
+    other.join()
     checkpoints.save()
 
 

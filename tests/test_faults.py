@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import nwise
-from launch import elastic, forked, results
+from launch import elastic, forked, results, signal_when
 from nwise.app.cli import run as command
 from nwise.app.recipes import Mlp, Recipe, Sgd, recipe
 from nwise.app.report.display import PlainDisplay
@@ -296,85 +294,34 @@ def test_resume_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "`cut` should have numbers of at least 1 whose sum is the network's 4 stages. Found (9,)" in text(capsys)
 
 
-Start = Callable[[list[str]], "subprocess.Popen[str]"]
+def trained_a_little(runs: Path) -> Callable[[], bool]:
+    """Whether the only run of a folder has done some steps."""
+    return lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl"))
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts processes, and leaves none behind."""
-    started: list[subprocess.Popen[str]] = []
-
-    def starting(arguments: list[str]) -> subprocess.Popen[str]:
-        environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-        started.append(
-            subprocess.Popen([sys.executable, *arguments], text=True, env=environment, stdout=pipe, stderr=pipe)
-        )
-        return started[-1]
-
-    yield starting
-    for process in started:
-        process.terminate()  # a launcher ends its processes
-        process.communicate(timeout=60)
+# Runs that only a signal ends.
+ENDLESS = ["-m", "nwise", "train", "digits", "--epochs", "1000", "--log-every", "1", "--filters", "4", "--runs"]
 
 
-def until(found: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_signal_stops_a_resumable_run(tmp_path: Path, start: Start) -> None:
+def test_signal_stops_a_resumable_run(tmp_path: Path) -> None:
     """A scheduler's signal; `tests/test_cli.py` sends that of Ctrl-C, which has the same handler."""
-    process = start(
-        [
-            "-m",
-            "nwise",
-            "train",
-            "digits",
-            "--runs",
-            str(tmp_path),
-            "--epochs",
-            "1000",
-            "--log-every",
-            "1",
-            "--filters",
-            "4",
-        ]
-    )
-    until(lambda: any(path.read_text().count("train") > 3 for path in tmp_path.glob("*/metrics.jsonl")))
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    (folder,) = tmp_path.iterdir()
-    assert f"as requested. Resume with `nwise train --resume {folder}`." in said
+    runs = tmp_path / "runs"
+    sender = signal_when(trained_a_little(runs), signal.SIGTERM, tmp_path)
+    done = forked(1, [*ENDLESS, str(runs)], tmp_path)
+    sender.join()
+    assert done.returncode == 75, done.stderr
+    (folder,) = runs.iterdir()
+    assert f"as requested. Resume with `nwise train --resume {folder}`." in done.stderr
     (one,) = (folder / "checkpoints").glob("step-*")
     assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
-
-
-def kill_rank(folder: Path, number: int, when: Callable[[], bool]) -> threading.Thread:
-    """Send a signal to rank 1 as soon as a condition holds, in a thread that is returned."""
-
-    def kill() -> None:
-        until(when)
-        os.kill(int((folder / "pid-1").read_text()), number)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    return thread
 
 
 def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     """Only one rank gets the signal; all ranks must stop after the same number of steps."""
     runs = tmp_path / "runs"
-    killer = kill_rank(
-        tmp_path,
-        signal.SIGTERM,
-        lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl")),
-    )
-    arguments = ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--runs", str(runs)]
-    done = forked(2, [*arguments, "--epochs", "1000", "--log-every", "1", "--filters", "4"], tmp_path)
-    killer.join()
+    sender = signal_when(trained_a_little(runs), signal.SIGTERM, tmp_path, rank=1)
+    done = forked(2, [*ENDLESS, str(runs), "--cut", "2", "2"], tmp_path)
+    sender.join()
     (folder,) = runs.iterdir()
     assert "as requested. Resume with `nwise train --resume" in done.stderr
     assert Run.open(folder).status == "stopped"
@@ -620,9 +567,9 @@ def test_torchrun_restart_resumes_a_killed_run(tmp_path: Path) -> None:
     arguments = ["-m", "nwise", "train", "digits", "--cut", "2", "2", "--max-steps", "120", "--checkpoint-every", "20"]
     arguments += ["--eval-every", "9", "--filters", "4", "--runs", str(runs)]
 
-    killer = kill_rank(tmp_path, signal.SIGKILL, lambda: any(runs.glob("*/checkpoints/step-*[0-9]")))
+    sender = signal_when(lambda: any(runs.glob("*/checkpoints/step-*[0-9]")), signal.SIGKILL, tmp_path, rank=1)
     done = elastic(2, arguments, tmp_path, restarts=1)
-    killer.join()
+    sender.join()
     assert done.returncode == 0, done.stderr
     assert "resuming at step" in done.stdout
     (folder,) = runs.iterdir()

@@ -63,10 +63,16 @@ def mixes(cotangent: Cotangent, above: list[set[int]], k: int) -> set[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(matrices())
-def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
+def test_flow_gives_each_stage_its_credit_column_from_no_other_loss(matrix: Matrix) -> None:
+    """Stages use no loss that they have no credit for, and messages wait only for losses that their receivers need.
+
+    Not even a loss that cancels: 0 times infinity is not 0, and a difference keeps the rounding of what it subtracts. In
+    3-wise-mean the stages near the top once sent the mean of two losses, and the stage before took one of them off again. A
+    message for a column that ends at loss j contains only losses up to j.
+    """
     flow = find_flow(torch.from_numpy(matrix))
     num_stages = len(matrix)
-    messages = contents(flow)
+    messages, above = contents(flow), touched(flow)
     for k, stage in enumerate(flow.stages):
         block = matrix[k:, :k]
         columns = {tuple(column / abs(column).max()) for column in block.T if column.any()}
@@ -74,11 +80,16 @@ def test_flow_gives_each_stage_its_credit_column(matrix: Matrix) -> None:
         got = np.zeros(num_stages)
         if stage.weights is not None:
             got = mixed(stage.weights.own, stage.weights.received, messages[k + 1], k, num_stages)
+            assert mixes(stage.weights, above[k + 1], k) == set(np.flatnonzero(matrix[:, k]).tolist())
         np.testing.assert_allclose(got, matrix[:, k], atol=1e-12)
         assert (stage.weights is None) == (not matrix[:, k].any())
         assert stage.head == matrix[k].any()
         if stage.fused is not None:
             assert stage.messages[stage.fused] == stage.weights
+        last = [message.far for message in flow.stages[k + 1].messages] if k + 1 < num_stages else []
+        for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
+            used = [j for j, weight in zip(last, cotangent.received, strict=True) if weight]
+            assert max(used, default=k) <= cotangent.far
 
 
 def far(size: int) -> Matrix:
@@ -178,32 +189,6 @@ def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
     matrix[3:, :3] = [[1, 0, 1], [1, 1, 0], [0, 1, -1]]
     flow = find_flow(torch.from_numpy(matrix))
     assert len(flow.stages[3].messages) == 3 == np.linalg.matrix_rank(matrix[3:, :3]) + 1
-
-
-@settings(max_examples=150, deadline=None)
-@given(matrices())
-def test_no_stage_uses_a_loss_that_it_has_no_credit_for(matrix: Matrix) -> None:
-    """Not even one that cancels: 0 times infinity is not 0, and a difference keeps the rounding of what it subtracts.
-
-    In 3-wise-mean the stages near the top once sent the mean of two losses, and the stage before took one of them off again.
-    """
-    flow = find_flow(torch.from_numpy(matrix))
-    above = touched(flow)
-    for k, stage in enumerate(flow.stages):
-        if stage.weights is not None:
-            assert mixes(stage.weights, above[k + 1], k) == set(np.flatnonzero(matrix[:, k]).tolist())
-
-
-@settings(max_examples=100, deadline=None)
-@given(matrices())
-def test_messages_wait_only_for_losses_their_receivers_need(matrix: Matrix) -> None:
-    """Messages for a column that ends at loss j contain only losses up to j."""
-    flow = find_flow(torch.from_numpy(matrix))
-    for k, stage in enumerate(flow.stages[:-1]):
-        above = flow.stages[k + 1].messages
-        for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
-            used = [above[p].far for p, weight in enumerate(cotangent.received) if weight]
-            assert max(used, default=k) <= cotangent.far
 
 
 @settings(max_examples=100, deadline=None)

@@ -135,7 +135,7 @@ def test_rates_come_from_trials_with_the_settings_of_today(tmp_path: Path, monke
             "config": config,
         }
 
-    low, high = search.cells()
+    low, high = search.cells
     store = Store(tmp_path / "medium.jsonl")
     store.add(record(low, 2.0), record(high, 1.0, batch_size=8), {"another": "record"})
     assert search.rates() == {}, "a trial with other batches does not count"
@@ -216,7 +216,7 @@ def test_best_rate_has_the_lowest_mean_of_all_seeds() -> None:
     search = Search(title="Ours", grid=(1, 2, 4), trials=trials, seeds=(100, 101))
     assert search.best(runs(100)) == {}
     assert search.best(runs(100, 101)) == {"ours": 2}
-    assert [cell.recipe.seed for cell in search.cells()] == [100] * 3 + [101] * 3
+    assert [cell.recipe.seed for cell in search.cells] == [100] * 3 + [101] * 3
 
 
 def test_text_of_another_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +431,9 @@ def test_method_without_a_rate_has_no_runs(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("search", [e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH], ids=["e1", "e1 short", "e2"])
 def test_trials_run_on_withheld_images(search: Search) -> None:
     reported = {cell.recipe.epochs for cell in (e2 if search is e2.SEARCH else e1).cells("medium", 1)}
-    lengths = {cell.recipe.epochs for cell in search.cells()}
+    lengths = {cell.recipe.epochs for cell in search.cells}
     assert lengths == reported if search is e1.SEARCH else max(lengths) < min(reported)
-    for cell in search.cells():
+    for cell in search.cells:
         data = cell.recipe.data
         assert isinstance(data, ImageSource)
         assert (data.withheld, data.train_limit) == (0.1, None)

@@ -25,7 +25,7 @@ pytest.importorskip("plotly", reason="needs the extra 'html'")
 # `NWISE_SCREENSHOTS=FOLDER pytest tests/test_page.py` takes pictures of the pages.
 SHOTS = os.environ.get("NWISE_SCREENSHOTS")
 WIDE, PHONE = (1200, 900), (390, 800)
-SMALL_TEXT = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64".split()
+SMALL_TEXT = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64 --test-limit 20000".split()
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ def test_any_optimizer_lowers_the_losses(make: Any) -> None:
     pipe = pipeline(net, "2-wise", 2)
     optimizer = make(pipe.parameters(), lr=0.1 if make is torch.optim.SGD else 1e-2)
     first = pipe.step(x, target=y)
-    for _ in range(100):
+    for _ in range(50):
         optimizer.step()
         optimizer.zero_grad()
         last = pipe.step(x, target=y)

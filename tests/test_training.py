@@ -50,7 +50,7 @@ from nwise.checkpoint import main_state, save_tensors
 SHORT = dataclasses.replace(recipe("digits"), epochs=2, heads="all", model=ConvNet(num_stages=4, filters=8))
 TEXT = Recipe(
     name="tiny-text",
-    data=EmbeddedText(),
+    data=EmbeddedText(max_bytes=200_000, test_limit=20_000),
     model=Gpt(num_stages=2, blocks_per_stage=1, width=16, num_heads=2, sequence_length=16, head_blocks=1),
     optimizer=Adam(lr=0.1, warmup_steps=10),
     strategy="2-wise-mean",

@@ -77,13 +77,13 @@ class Plan:
     def rates(self) -> dict[str, float]:
         """Return the best rate of every arm that has been tried with all of them."""
         searches = self.searches()
-        pairs = Store(self.path).records_for([cell for search in searches for cell in search.cells()])
+        pairs = Store(self.path).records_for([cell for search in searches for cell in search.cells])
         runs = Runs([record for _, record in pairs if record is not None])
         return {name: rate for search in searches for name, rate in search.best(runs).items()}
 
     def cells(self, size: Size, seeds: int) -> list[Cell]:
         """Return the trials, and the runs of the arms that have a rate, in order of worth."""
-        trials = [cell for search in self.searches() for cell in search.cells()]
+        trials = [cell for search in self.searches() for cell in search.cells]
         rates = self.rates()
 
         def tried(arms: Sequence[Arm]) -> list[Cell]:
@@ -202,7 +202,7 @@ def tables(plan: Plan, runs: Runs) -> str:
 
 
 def _trials(plan: Plan, search: Search) -> Runs:
-    return Runs([record for _, record in Store(plan.path).records_for(search.cells()) if record is not None])
+    return Runs([record for _, record in Store(plan.path).records_for(search.cells) if record is not None])
 
 
 class Deep(Trained):

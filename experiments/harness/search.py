@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -45,8 +46,9 @@ class Search:
     seeds: Sequence[int] = (TRIAL_SEED,)
     decides: bool = True
 
+    @cached_property  # an index asks every search for every experiment and size
     def cells(self) -> list[Cell]:
-        """Return the cells: every method with every rate and seed."""
+        """The cells: every method with every rate and seed."""
         return [
             Cell(method=self.prefix + method, part=_part(rate), recipe=replace(trial(rate), seed=seed))
             for seed in self.seeds
@@ -56,7 +58,7 @@ class Search:
 
     def rates(self) -> dict[str, float]:
         """Return the best rates by the records of this repository: those of the reported runs."""
-        records = [record for _, record in Store(RECORDS).records_for(self.cells())]
+        records = [record for _, record in Store(RECORDS).records_for(self.cells)]
         return self.best(Runs([record for record in records if record is not None]))
 
     def best(self, runs: Runs) -> dict[str, float]:

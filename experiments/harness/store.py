@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -86,6 +87,7 @@ class Store:
         return [(cell, newest.get(_anywhere(cell))) for cell in cells]
 
 
+@cache
 def _anywhere(cell: Cell) -> Cell:
     """Return the cell on whatever device: the record says where it ran."""
     return replace(cell, recipe=replace(cell.recipe, device="auto"))

@@ -18,13 +18,13 @@ SEARCHES = (*arms.SEARCHES, width.SEARCH, e1.SEARCH, e1.SHORT_SEARCH, e2.SEARCH)
 
 def cells(size: Size, seeds: int) -> list[Cell]:
     """Return the cells: every method with every rate, with the seeds of its search."""
-    return [cell for search in SEARCHES for cell in search.cells()]
+    return [cell for search in SEARCHES for cell in search.cells]
 
 
 def _searched(runs: Runs) -> list[Search]:
     """Return the searches on the runs' data."""
     names = {(record["method"], record["part"]) for record in runs.records}
-    return [one for one in SEARCHES if any((cell.method, cell.part) in names for cell in one.cells())]
+    return [one for one in SEARCHES if any((cell.method, cell.part) in names for cell in one.cells)]
 
 
 def tables(runs: Runs) -> str:

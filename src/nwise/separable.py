@@ -196,7 +196,10 @@ def _double(module: nn.Module, *, training: bool) -> Callable[[], nn.Module]:
         clear_forward_hooks(inner)  # they may keep what they see
         if isinstance(inner, BatchNorm) and inner.running_mean is None:
             inner.forward = nn.Identity().forward  # type: ignore[method-assign] # it mixes samples, as all do in training
-    return lambda: copy.deepcopy(double, {id(p): p for p in double.parameters()})
+    # No run changes the dictionaries of hooks, whose copies would take most of the time.
+    hooks = [value for inner in double.modules() for key, value in vars(inner).items() if "_hooks" in key]
+    kept = {id(x): x for x in (*double.parameters(), *hooks)}
+    return lambda: copy.deepcopy(double, dict(kept))
 
 
 def _run(double: nn.Module, inputs: Tensors, seed: int) -> Tensors:

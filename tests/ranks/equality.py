@@ -1,4 +1,4 @@
-"""Eight steps of every strategy, with several M, optimizers and orders; writes digests of all parameters."""
+"""Six steps of every strategy, with several M, optimizers and orders; writes digests of all parameters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CASES += [
 
 
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: Any) -> Any:
-    """Digests after eight steps, some of whose batches are ragged."""
+    """Digests after six steps, some of whose batches are ragged."""
     first, _, then = strategy.partition(", then ")
     pipe = pipeline(num_stages, first, num_microbatches, schedule=order)
-    trained(pipe, optimizer, batches(8, sizes=(8, 8, 7, 8, 9, 9)), (4, then) if then else None)
+    trained(pipe, optimizer, batches(6, sizes=(8, 8, 7, 8, 9, 9)), (3, then) if then else None)
     return closed(pipe, digests(pipe))
 
 

@@ -65,7 +65,7 @@ def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[
     # The allocator of the CPU has no statistics. The profiler sees every allocation, but starting it takes 20 milliseconds, and
     # it does not see older memory being freed.
     silence_profiler()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         given = prepare()
         with record_function(_MARK):
             result = run(given)
