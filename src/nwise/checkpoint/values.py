@@ -33,13 +33,14 @@ class UnknownTypeError(TypeError):
     """A value is of no type that can be packed; the message has its place and its type."""
 
 
-def pack(value: Any, put: Put, place: str = "") -> Any:
+def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> Any:
     """Return a value as JSON.
 
     Args:
         value: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
         put: called with each tensor, detached, and its place; returns the tensor's name.
         place: the place of the value, keys joined by ``/``.
+        like: a tensor whose order in memory `unpack` gives to tensors of the same shape; default: contiguous.
 
     Raises:
         UnknownTypeError: a part is of another type.
@@ -47,10 +48,10 @@ def pack(value: Any, put: Put, place: str = "") -> Any:
     kind = type(value).__name__
 
     def inner(part: Any, key: Any) -> Any:
-        return pack(part, put, f"{place}/{key}" if place else str(key))
+        return pack(part, put, f"{place}/{key}" if place else str(key), like)
 
     if isinstance(value, Tensor):
-        return {"tensor": _pack_tensor(value, put, place)}
+        return {"tensor": _pack_tensor(value, put, place, like)}
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, complex):
@@ -81,7 +82,7 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
     if kind == "tensor":
         tensor = get(content["name"])
         if content.get("complex"):
-            tensor = torch.view_as_complex(tensor)
+            tensor = torch.view_as_complex(tensor.contiguous())
         if strides := content.get("strides"):
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor
@@ -96,22 +97,20 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
     return _SEQUENCES[kind]([unpack(part, get) for part in content])
 
 
-def _pack_tensor(tensor: Tensor, put: Put, place: str) -> dict[str, Any]:
+def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> dict[str, Any]:
     if (type(tensor) not in (Tensor, nn.Parameter) and not is_dtensor(tensor)) or tensor.layout != torch.strided:
         layout = "" if tensor.layout == torch.strided else f" of layout {tensor.layout}"
         raise UnknownTypeError(f"{place!r}, a {type(tensor).__name__}{layout}")
-    facts: dict[str, Any] = {}
-    if tensor.dtype == torch.complex128:  # which safetensors lacks
-        facts["complex"] = True
-    if not is_dtensor(tensor) and not tensor.is_contiguous() and is_dense(tensor):
-        facts["strides"] = list(tensor.stride())
+    facts: dict[str, Any] = {"complex": True} if tensor.dtype == torch.complex128 else {}  # which safetensors lacks
+    if not is_dtensor(tensor):
+        expected = torch.empty(tensor.shape, device="meta")
+        if like is not None and like.shape == tensor.shape and not is_dtensor(like) and not facts:
+            expected = torch.empty_like(like, device="meta")
+        # A tensor whose elements do not lie side by side in memory, such as an expanded one, is loaded as a contiguous one.
+        if tensor.stride() == torch.empty_like(tensor, device="meta").stride() != expected.stride():
+            facts["strides"] = list(tensor.stride())
     whole = tensor.detach()
     return {"name": put(torch.view_as_real(whole.contiguous()) if "complex" in facts else whole, place), **facts}
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie side by side in memory, in any order of the dimensions."""
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def as_name(place: str) -> str:
