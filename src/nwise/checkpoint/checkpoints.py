@@ -91,7 +91,7 @@ class Checkpoints:
         check_names(pipe)
         self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
         self._processes = pipe.processes
-        state.check_saving(pipe, None)
+        state.present_state(pipe, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.optimizer = optimizer
         # A separate group keeps a background writer's messages apart from the messages of training.
@@ -118,8 +118,8 @@ class Checkpoints:
             check_optimizer(optimizer)
             if self._processes.size == 1:  # on several it may have parameters of other stages
                 refuse_foreign(optimizer, state.parameter_names(self._pipe))
-            state.check_saving(self._pipe, optimizer)
-            after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
+            state.present_state(self._pipe, optimizer)
+            after_first_state(optimizer, partial(state.present_state, self._pipe, optimizer))
         self._optimizer = optimizer
 
     def save(self, **facts: Any) -> Path:

@@ -123,7 +123,7 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
                 raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
 
 
-def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], object]) -> None:
     """Call a function at the end of the first update in which an optimizer has state: a bad type is found before hours pass."""
     done: list[bool] = []
 

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from nwise._torch import is_compiled, uncompiled
 from nwise.checks import hint
-from nwise.modes import evaluating, training
 from nwise.network import huggingface
 from nwise.network.chain import Chain, group_pieces
+from nwise.network.comparison import refuse_difference
 from nwise.network.origin import Origin
-from nwise.randomness import seeded
-from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
+from nwise.tensors import Input, Tensors, as_tuple, call
+
+# Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
+_YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
+_LIBRARIES = ("torch.", "transformers.")
+_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
+_RULE = (
+    "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
+    "give the functions between them by `before=`, or write the stages yourself."
+)
+_HF_RULE = (
+    "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
+)
 
 
 def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
@@ -122,7 +129,8 @@ def split(
         stage.origin = Origin(model, places, [name for name in copies if not huggingface.changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
-        _compare(model, stages, as_tuple(example, "`example`"))
+        rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
+        refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
     elif not unchecked:
         _refuse_custom_forward(model, pieces)
     return stages
@@ -184,18 +192,14 @@ def untie(model: nn.Module) -> list[str]:
 
 
 def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) in seen:
-            parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(module, name, parameter)
+    for name, tensor in {**module._parameters, **module._buffers}.items():
+        if tensor is not None and id(tensor) in seen:
+            copied = tensor.detach().clone()
+            is_parameter = name in module._parameters
+            setattr(module, name, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
             new.append(path + name)
-        seen.add(id(parameter))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and id(buffer) in seen:
-            setattr(module, name, buffer.clone())
-            new.append(path + name)
-    seen.update(map(id, module._buffers.values()))
-    for name, child in list(module._modules.items()):
+        seen.add(id(tensor))
+    for name, child in list(module._modules.items()):  # named_children() omits a module's second place
         if child is None:
             continue
         if id(child) in seen and child.state_dict():
@@ -285,7 +289,7 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
 
 def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    opened = {name[:i] for name in pieces for i, character in enumerate(name) if character == "."}
+    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
     for path in ["", *sorted(opened)]:
         module = model.get_submodule(path)
         if lost := _custom(module, known=is_hugging_face(model)):
@@ -324,76 +328,3 @@ def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
                     f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
                     f"values. `nwise.untie(model)` makes a copy for each.{hint}"
                 )
-
-
-def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
-    """Compare the stages with the model in eval mode, then in training mode, with the same random numbers."""
-    rule = _HF_RULE if is_hugging_face(model) else _RULE
-    run = huggingface.run_model if is_hugging_face(model) else call
-
-    def run_model() -> Tensors:
-        with _repeatable(model, example):
-            return as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
-
-    def run_stages() -> Tensors:
-        hidden = each(example, torch.clone)
-        with _repeatable(model, example):
-            for stage in stages:
-                hidden = run_module(stage, hidden, "The output of a stage")
-        return hidden
-
-    with evaluating(model, *stages):
-        try:
-            expected, found = run_model(), run_stages()
-        except Exception as error:
-            advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
-            raise ValueError(f"{rule} Found that they cannot: {str(error).rstrip('.')}.{advice}") from error
-    _refuse_difference(rule, found, expected, "")
-    with training(model, *stages):
-        try:
-            expected = run_model()
-        except Exception:  # such as batch norm of one sample: there is nothing to compare with
-            return
-        try:
-            found = run_stages()
-        except Exception as error:
-            raise ValueError(f"{rule} Found that they cannot in training mode: {str(error).rstrip('.')}.") from error
-    _refuse_difference(rule, found, expected, " in training mode")
-
-
-def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) -> None:
-    try:
-        torch.testing.assert_close(found, expected, equal_nan=True)  # up to the rounding of their dtype
-    except AssertionError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{rule} Found another output for `example`{mode}: {reason}") from error
-
-
-@contextmanager
-def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
-    """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
-    random.seed(0), np.random.seed(0)  # noqa: NPY002
-    try:
-        with seeded(0, example[0].device):
-            yield
-    finally:
-        random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
-        for buffer, values in buffers:
-            # Batch norm changes its statistics without a new version. One that is equal may be expanded and refuse a copy.
-            if not buffer.is_meta and not torch.equal(buffer, values):
-                buffer.copy_(values)
-
-
-# Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
-_YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
-_LIBRARIES = ("torch.", "transformers.")
-_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
-_RULE = (
-    "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
-    "give the functions between them by `before=`, or write the stages yourself."
-)
-_HF_RULE = (
-    "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
-)
