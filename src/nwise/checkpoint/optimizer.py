@@ -266,7 +266,7 @@ class SavedOptimizer:
 
 
 def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the packed states of parameters in a checkpoint of an older version, whose tensors say by their names what they are."""
+    """Return the packed states of parameters in a checkpoint of an older version, which only names their tensors."""
     states: dict[str, Any] = {}
     for full in layout:
         name, _, entry = full.removeprefix("optimizer.").rpartition(".")

@@ -114,13 +114,7 @@ _SUSPECT = re.compile(r"kv|c_attn|gate_up|query_key|key_value|fused|weights_in|w
 
 
 def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module) -> Fused | None:
-    """Return how a matrix is fused; None if it is one matrix.
-
-    Args:
-        name: name of the parameter, with those of its layer and of the module around it.
-        parameter: the parameter, a matrix.
-        layer: the module that has it.
-        owner: the module around that.
+    """Return how a layer's matrix is fused, None if it is one matrix; the owner is the module around the layer.
 
     Raises:
         ValueError: the name or the shape says that it is fused, and nothing says how.
