@@ -43,10 +43,7 @@ def collect_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of an optimizer's state by name, not copied, and everything else as JSON.
 
-    Args:
-        optimizer: the optimizer.
-        names: the names of the pipeline's parameters.
-        stage: first stage of this process.
+    `names` has the names of the pipeline's parameters, and `stage` is the first one of this process.
 
     Raises:
         TypeError: the state has a value of another type than tensors, numbers, texts and their collections.
@@ -139,15 +136,9 @@ def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], obje
 class SavedOptimizer:
     """The part of a checkpoint that belongs to this process's optimizer.
 
-    Args:
-        optimizer: a fresh optimizer.
-        parameters: this process's parameters by their names in the checkpoint.
-        parts: the JSON of all processes that wrote the checkpoint; none in one of an older version.
-        layout: the checkpoint's tensors, without values.
-        stage: first stage of this process.
+    The JSON is unpacked twice: first to find the tensors to read, then, when `fresh` has been filled, to load them::
 
-    Attributes:
-        fresh: tensors to fill with the checkpoint's values, by name.
+        checkpoint.json -> unpack -> fresh (memory by name) -> files.read -> unpack -> load_state_dict
 
     Raises:
         ValueError: what the optimizer's class adds to its `state_dict` is of other parameters.
@@ -156,10 +147,10 @@ class SavedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Tensor],
-        parts: Sequence[Mapping[str, Any]],
-        layout: Mapping[str, Tensor],
-        stage: int,
+        parameters: Mapping[str, Tensor],  # of this process, by their names in the checkpoint
+        parts: Sequence[Mapping[str, Any]],  # JSON of all processes that wrote it; none in one of an older version
+        layout: Mapping[str, Tensor],  # the checkpoint's tensors, without values
+        stage: int,  # the first one of this process
     ) -> None:
         self._optimizer, self._parts, self._layout = optimizer, parts, layout
         groups = optimizer.param_groups
@@ -210,8 +201,7 @@ class SavedOptimizer:
     def load(self, *, settings: bool) -> list[str]:
         """Put the values of `fresh` into the optimizer; return differences from the checkpoint, in words.
 
-        Args:
-            settings: whether to load the options of the groups, such as rates, too.
+        With `settings` the groups get the options of the checkpoint, such as rates.
         """
         optimizer = self._optimizer
         present = _state_dict(optimizer)
@@ -236,9 +226,7 @@ class SavedOptimizer:
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
 
-    def _options(
-        self, parameters: Iterable[Tensor], get: Callable[[str], Tensor]
-    ) -> tuple[dict[str, Any], set[str]]:
+    def _options(self, parameters: Iterable[Tensor], get: Callable[[str], Tensor]) -> tuple[dict[str, Any], set[str]]:
         """Return the options in which the saved groups of some parameters agree, and the names of the others."""
         names = {self._names[p] for p in parameters if p in self._names}
         saved = [group for part in self._parts for group in part["groups"] if names & set(group["params"])]

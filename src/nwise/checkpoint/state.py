@@ -47,13 +47,7 @@ def collect_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return copies, on the CPU, of this process's part of the state, and the part of the optimizer's that is JSON.
 
-    Args:
-        pipe: the pipeline.
-        optimizer: its optimizer; default: none.
-        due: its `Pipeline.pending_gradients`; default: none.
-
-    Returns:
-        The tensors, none where another replica has the same; and the JSON, empty without an optimizer.
+    There are no tensors where another replica has the same. `due` are the pipeline's `pending_gradients`.
 
     Raises:
         TypeError: a value of the state cannot be saved.
@@ -77,9 +71,7 @@ def collect_tensors(
     return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
 
 
-def present_state(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def present_state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what `collect_tensors` does of modules, losses and optimizer, not copied; raise the same errors."""
     tensors = {**local_weights(pipe), **loss_buffers(pipe)}
     for name, tensor in tensors.items():

@@ -21,12 +21,7 @@ from nwise._dtensor import is_dtensor
 
 Put = Callable[[Tensor, str], str]
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-}
+_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, torch.Size)}
 
 
 class UnknownTypeError(TypeError):
@@ -34,12 +29,10 @@ class UnknownTypeError(TypeError):
 
 
 def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> Any:
-    """Return a value as JSON.
+    """Return a value as JSON: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
 
     Args:
-        value: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
-        put: called with each tensor, detached, and its place; returns the tensor's name.
-        place: the place of the value, keys joined by ``/``.
+        put: gets each tensor, detached, and its place, keys joined by ``/``; returns the tensor's name.
         like: a tensor whose order in memory `unpack` gives to tensors of the same shape; default: contiguous.
 
     Raises:
@@ -62,18 +55,13 @@ def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> A
         return {"dict": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if type(value) is list:
         return [inner(part, i) for i, part in enumerate(value)]
-    if kind in _SEQUENCES and type(value) in (tuple, set, frozenset, torch.Size):
+    if _SEQUENCES.get(kind) is type(value):
         return {kind: [inner(part, i) for i, part in enumerate(value)]}
     raise UnknownTypeError(f"{place!r}, a {kind}")
 
 
 def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
-    """Return the value that `pack` has packed.
-
-    Args:
-        packed: the result of `pack`.
-        get: returns a tensor by its name.
-    """
+    """Return the value that `pack` has packed; `get` returns a tensor by its name."""
     if isinstance(packed, list):
         return [unpack(part, get) for part in packed]
     if not isinstance(packed, dict):

@@ -38,11 +38,8 @@ class _Reads(NamedTuple):
 class Carrier(Chain):
     """A stage whose pieces read by name.
 
-    Args:
-        pieces: modules by name, in the order they run.
-        later: names that later stages read; None for all names.
-        begins: whether this is the first stage, whose first piece takes the inputs of the network.
-        ends: whether this is the last stage, which returns the result of its last piece.
+    Later stages read the names `later`, or all if it is None. The first stage's first piece takes the inputs of the network; the
+    last stage returns the result of its last piece.
     """
 
     def __init__(

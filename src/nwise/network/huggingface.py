@@ -27,14 +27,8 @@ __all__ = ["HuggingFaceStage", "family_for"]
 class HuggingFaceStage(Chain):
     """A stage of a Hugging Face network: some of its modules, called as the network's own forward calls them.
 
-    Args:
-        pieces: the stage's modules by their names in the model, in the order they run.
-        family: the family of the model, which knows how to call them.
-        kind: the model's class.
-        config: the model's configuration.
-        shared: modules without weights that every stage needs, by name; the stage copies them.
-        begins: whether this is the first stage, which takes the model's inputs.
-        ends: whether this is the last stage, whose output is the model's.
+    `kind` and `config` are the model's class and configuration. The stage copies the modules without weights that every stage needs
+    (`shared`). The first stage takes the model's inputs, and the output of the last one is the model's.
     """
 
     def __init__(
