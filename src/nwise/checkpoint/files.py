@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nwise.checkpoint.atomic import PARTIAL
 from nwise.process import ignore_no_dist
 
 # `torch.distributed.checkpoint` takes a second to import, so the functions below import it when they need it.
 
+PARTIAL = ".part"
 FORMAT = 1
 NAME = re.compile(r"step-\d{8,}")
 _FACTS = "checkpoint.json"
@@ -35,6 +35,19 @@ _FACTS = "checkpoint.json"
 
 class DamagedError(ValueError):
     """A checkpoint is no longer as it was written."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; rename it to `path` at the end, or remove it and leave `path` alone after an error."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()  # frees the space on a full disk
+        raise
 
 
 def write(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from nwise._torch import plain_name
-from nwise.checkpoint.atomic import replacing
+from nwise.checkpoint.files import replacing
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
 
