@@ -102,21 +102,18 @@ def split(
             "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what "
             f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
-    compiled = is_compiled(model)
-    model = uncompiled(model)
-    if compiled:
+    if is_compiled(model):
         warnings.warn(
             "`model` is compiled, and its stages are not: they never call the compiled model. Compile parts of the stages with "
             "`nwise.compile_module`, or compile modules inside the model before you split it.",
             stacklevel=2,
         )
+    model = uncompiled(model)
     names = even_starts(model, at, before) if isinstance(at, int) else at
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
-    kept = {name for stage in stages for name in stage.state_dict()}
-    lost = sorted(set(model.state_dict()) - kept)
-    if lost:
+    if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a child module."
@@ -124,9 +121,9 @@ def split(
     _refuse_tied(stages, tied)
     own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
     for stage in stages:
-        places = [name for name in stage.places() if name in own]
-        copies = [name for name in places if stage.get_submodule(name) is not own[name]]
-        stage.origin = Origin(model, places, [name for name in copies if not huggingface.changes_itself(own[name])])
+        places = {name: own[name] for name in stage.places() if name in own}
+        copied = [name for name, module in places.items() if stage.get_submodule(name) is not module]
+        stage.origin = Origin(model, places, [name for name in copied if not huggingface.changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
         rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
@@ -149,13 +146,15 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
     """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
     blocks: list[str] = []
     pieces: dict[str, nn.Module] = {}
-    for depth in count():  # open sequences, the outer ones first, until there are enough blocks
+    # Open sequences, the outer ones first, until there are enough blocks. A stem, blocks a to e, a classifier:
+    #
+    #     depth 0    stem | features | fc              one block of each class
+    #     depth 1    stem | a | b | c | d | e | fc     five of one class
+    for depth in count():
         before_that, pieces = pieces, _pieces(model, partial(_is_sequence_above, depth), before)
-        if pieces.keys() == before_that.keys():
-            break
         if len(found := repeated_blocks(pieces)) > len(blocks):
             blocks, kind = found, type(pieces[found[0]]).__name__
-        if num_stages <= len(blocks):
+        if num_stages <= len(blocks) or pieces.keys() == before_that.keys():
             break
     if not 1 <= num_stages <= len(blocks):
         raise ValueError(
@@ -238,28 +237,29 @@ def _with_functions(
     pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, nn.Module]:
     """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
+    # A function before a sequence that is cut goes before its first module.
+    first: dict[str, str] = {}
+    for owner, function in functions.items():
+        inside = [name for name in pieces if f"{name}.".startswith(f"{owner}.")]
+        if not inside:
+            raise ValueError(
+                f"`before` should name pieces of the network: {', '.join(pieces)}. Found {owner!r}.{hint(owner, pieces)}"
+            )
+        if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
+            raise ValueError(
+                f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with "
+                "parameters belongs to the network."
+            )
+        first[owner] = inside[0]
     result: dict[str, nn.Module] = {}
     for name, piece in pieces.items():
-        # A function before a sequence that is cut goes before its first module.
         for owner, function in functions.items():
-            if f"{name}.".startswith(f"{owner}.") and not any(f"{other}.".startswith(f"{owner}.") for other in result):
+            if first[owner] == name:
                 path, _, last = owner.rpartition(".")
-                result[f"{path}.before_{last}".removeprefix(".")] = _as_function(owner, function)
+                made = function if isinstance(function, nn.Module) else Function(function)
+                result[f"{path}.before_{last}".removeprefix(".")] = made
         result[name] = piece
-    if unknown := [owner for owner in functions if not any(f"{name}.".startswith(f"{owner}.") for name in pieces)]:
-        raise ValueError(
-            f"`before` should name pieces of the network: {', '.join(pieces)}. Found {unknown[0]!r}.{hint(unknown[0], pieces)}"
-        )
     return result
-
-
-def _as_function(owner: str, function: Callable[..., Any]) -> nn.Module:
-    if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
-        raise ValueError(
-            f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with parameters "
-            "belongs to the network."
-        )
-    return function if isinstance(function, nn.Module) else Function(function)
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
