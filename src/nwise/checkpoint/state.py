@@ -64,8 +64,8 @@ def collect_tensors(
                 "that it no longer has, lost now; before such a change, update while `pipe.drain()` returns True.",
                 stacklevel=3,
             )
-        for p in gradients.keys() & names.keys():
-            tensors[f"due.{n}.{names[p]}"] = gradients[p].to_dense() if gradients[p].is_sparse else gradients[p]
+        due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
+        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
     order = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
@@ -205,8 +205,8 @@ def restore(
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
-    used = [name for name in targets if not name.startswith("model.")]
-    changes = _differences(pipe, facts, sizes, [new["heads"], used, new["losses"], notes], optimizer)
+    used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
+    changes = _differences(pipe, facts, sizes, [new["heads"], [*used], new["losses"], notes], optimizer)
     if lost := 0 if kept else int(facts.get("due", 0)):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return "; ".join(changes)
@@ -267,17 +267,14 @@ def _differences(
 ) -> list[str]:
     """Describe how the pipeline of all processes differs from the saved one.
 
-    `local` has this process's new heads, the names in the checkpoint that it uses, its losses with fresh buffers, and notes.
+    `local` has this process's new heads, the saved heads that it uses, its losses with fresh buffers, and notes.
     """
     parts = pipe.processes.by_place("heads", local)
-    new, losses = (sorted(k for part in parts for k in part[i]) for i in (0, 2))
-    kept = {name.split(".")[1] for part in parts for name in part[1] if name.startswith("heads.")}
-    dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
-    changes = []
+    new, used, losses = (sorted(one for part in parts for one in part[i]) for i in range(3))
+    dropped = sorted({int(name.split(".")[1]) for name in sizes if name.startswith("heads.")} - {*used})
     facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
-    for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
-        if facts[key] != now[key]:
-            changes.append(f"{what} {facts[key]} -> {now[key]}")
+    whats = {"strategy": "strategy", "num_microbatches": "micro-batches", "seed": "seed"}
+    changes = [f"{what} {facts[key]} -> {now[key]}" for key, what in whats.items() if facts[key] != now[key]]
     if facts["compress"] != now["compress"]:
         before, after = (str(form["compress"]).partition("(")[0] for form in (facts, now))
         changes.append(f"compression {before} -> {f'another {after}' if before == after else after}")
@@ -287,10 +284,10 @@ def _differences(
         changes.append(f"stages {len(facts['ends'])} -> {len(now['ends'])}")
     elif facts["ends"] != now["ends"]:
         changes.append("another cut")
-    if new:
-        changes.append(f"new heads at stages {', '.join(map(str, new))}")
-    if dropped:
-        changes.append(f"dropped the heads of the former stages {', '.join(dropped)}")
-    if losses:
-        changes.append(f"fresh buffers of the losses at stages {', '.join(map(str, losses))}")
+    stages = {
+        "new heads at stages": new,
+        "dropped the heads of the former stages": dropped,
+        "fresh buffers of the losses at stages": losses,
+    }
+    changes += [f"{what} {', '.join(map(str, which))}" for what, which in stages.items() if which]
     return [*changes, *dict.fromkeys(note for part in parts for note in part[3])]

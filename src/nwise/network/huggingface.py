@@ -7,6 +7,7 @@ masks and position ids travel from stage to stage with the hidden state.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -115,6 +116,12 @@ def family_for(model: nn.Module) -> Family:
             "Write its stages yourself, or add a `Family`."
         )
     return FAMILIES[name]
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Check for a model of transformers without importing the package: a model that exists has imported it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def run_model(model: nn.Module, inputs: Tensors) -> Any:

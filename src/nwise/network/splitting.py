@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +16,9 @@ from nwise.checks import hint
 from nwise.network import huggingface
 from nwise.network.chain import Chain, group_pieces
 from nwise.network.comparison import refuse_difference
+from nwise.network.huggingface import is_hugging_face as is_hugging_face
 from nwise.network.origin import Origin
+from nwise.network.tied import refuse_tied
 from nwise.tensors import Input, Tensors, as_tuple, call
 
 # Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
@@ -118,7 +118,7 @@ def split(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a child module."
         )
-    _refuse_tied(stages, tied)
+    refuse_tied(stages, tied)
     own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
     for stage in stages:
         places = {name: own[name] for name in stage.places() if name in own}
@@ -162,57 +162,6 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
             f"Found {num_stages}."
         )
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
-
-
-def untie(model: nn.Module) -> list[str]:
-    """Copy, in place, every parameter and buffer that is used in two places, such as GPT-2's embedding and output.
-
-    With losses on several stages a tied value would have several credits, and on two devices two values. For a Hugging Face
-    network this also changes the configuration, so the network is saved and loaded untied.
-
-    Args:
-        model: the network, which is changed.
-
-    Returns:
-        Names of the copies.
-
-    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> b.weight = a.weight
-    >>> untie(nn.Sequential(a, b))
-    ['1.weight']
-    """
-    new: list[str] = []
-    _copy_second_places(model, "", set(), new)
-    for part in model.modules():
-        if new and is_hugging_face(part):
-            part.config.tie_word_embeddings = False  # type: ignore[union-attr]
-            setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - the names that save_pretrained omits
-    return new
-
-
-def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
-    for name, tensor in {**module._parameters, **module._buffers}.items():
-        if tensor is not None and id(tensor) in seen:
-            copied = tensor.detach().clone()
-            is_parameter = name in module._parameters
-            setattr(module, name, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
-            new.append(path + name)
-        seen.add(id(tensor))
-    for name, child in list(module._modules.items()):  # named_children() omits a module's second place
-        if child is None:
-            continue
-        if id(child) in seen and child.state_dict():
-            child = copy.deepcopy(child)
-            module._modules[name] = child
-            new.extend(f"{path}{name}.{inner}" for inner in child.state_dict())
-        seen.add(id(child))
-        _copy_second_places(child, f"{path}{name}.", seen, new)
-
-
-def is_hugging_face(model: nn.Module) -> bool:
-    """Check for a model of transformers without importing the package: a model that exists has imported it."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _pieces(
@@ -311,20 +260,3 @@ def _custom(module: nn.Module, *, known: bool) -> str:
     methods = {name: getattr(kind, name, None) for name in _YIELDS[is_list]}
     own = (name for name, method in methods.items() if method and not f"{method.__module__}.".startswith(_LIBRARIES))
     return next(own, "")
-
-
-def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
-    if tied not in ("refuse", "sum"):
-        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
-    ends = (0, len(stages) - 1)
-    places: dict[int, tuple[int, str]] = {}
-    for k, stage in enumerate(stages):
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            first, other = places.setdefault(id(tensor), (k, name))
-            if first != k and not (tied == "sum" and (first, k) == ends):
-                hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
-                raise ValueError(
-                    f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
-                    f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
-                    f"values. `nwise.untie(model)` makes a copy for each.{hint}"
-                )
