@@ -66,10 +66,8 @@ def collect_state(
 
     put_rest = partial(put, f"optimizer.rest.{stage}.")
     states: dict[str, Any] = {}
-    rest: dict[str, Any] = {
-        "state": {},
-        "other": {k: v for k, v in saved.items() if k not in ("state", "param_groups")},
-    }
+    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    rest: dict[str, Any] = {"state": {}, "other": others}
     try:
         for index, entries in saved.get("state", {}).items():
             p = by_index.get(index)
@@ -114,10 +112,9 @@ def _memory(tensor: Tensor) -> object:
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise ValueError if an optimizer trains a parameter that the pipeline does not have, which no checkpoint would hold."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad and p not in names:
-                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and p not in names:
+            raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
 
 
 def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], object]) -> None:
@@ -206,10 +203,9 @@ class SavedOptimizer:
         optimizer = self._optimizer
         present = _state_dict(optimizer)
         states, rest, options = self._unpack(settings=settings)
-        differing: set[str] = set()
-        for (agreed, others), group in zip(options, present.get("param_groups", ()), strict=False):
+        for (agreed, _), group in zip(options, present.get("param_groups", ()), strict=False):
             group.update(agreed)
-            differing |= others
+        differing = {k for _, others in options for k in others}
         # Torch's own function would cast states to the dtype of their parameters, and take a text for a list of letters.
         is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         if "state" in present:

@@ -74,12 +74,10 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
         if strides := content.get("strides"):
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor
-    if kind == "complex":
-        return complex(*content)
+    if kind in ("complex", "device"):
+        return complex(*content) if kind == "complex" else torch.device(content)
     if kind == "dtype":
         return next(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d) == f"torch.{content}")
-    if kind == "device":
-        return torch.device(content)
     if kind == "dict":
         return {unpack(key, get): unpack(part, get) for key, part in content}
     return _SEQUENCES[kind]([unpack(part, get) for part in content])

@@ -45,8 +45,7 @@ class HuggingFaceStage(Chain):
         ends: bool,
     ) -> None:
         super().__init__(pieces)
-        self.family, self.kind, self.config = family, kind, config
-        self.begins, self.ends = begins, ends
+        self.family, self.kind, self.config, self.ends = family, kind, config, ends
         self.input_names = family.inputs if begins else (HIDDEN_STATES, *family.carried)
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)

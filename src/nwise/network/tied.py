@@ -44,6 +44,10 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
             setattr(module, name, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
             new.append(path + name)
         seen.add(id(tensor))
+    # A module in two places is copied at the second, with all that is in it:
+    #
+    #     a    Linear(weight, bias)
+    #     b    the same Linear    ->    b    a copy, and the names b.weight, b.bias
     for name, child in list(module._modules.items()):  # named_children() omits a module's second place
         if child is None:
             continue

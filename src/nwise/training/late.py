@@ -150,6 +150,10 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     def _step_muon(self, muon: torch.optim.Muon) -> None:
         """Let Muon update the logical matrices of fused parameters as if each were a parameter."""
+        # For this one step Muon gets other groups and another state, with copies of the logical matrices:
+        #
+        #     qkv.weight             -> q, k, v -> Muon -> back into qkv.weight
+        #     its momentum_buffer    -> q, k, v -> Muon -> back into the state of qkv.weight
         groups, state = muon.param_groups, muon.state
         muon.param_groups = [{**group, "params": []} for group in groups]
         muon.state = type(state)(dict)
