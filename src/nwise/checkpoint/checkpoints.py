@@ -241,8 +241,6 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        if self._processes.is_first:
-            files.clean_up(self.folder)
         files.write(folder, tensors, facts, self._group)
         if self._processes.is_first:
             self._remove_old(folder.name)

@@ -67,7 +67,7 @@ def write(
 
     partial, rank = folder.with_name(folder.name + PARTIAL), _place(group)[0]
     try:
-        together(group, lambda: _make_empty(partial) if rank == 0 else None)
+        together(group, lambda: _begin(partial) if rank == 0 else None)
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         ignore_no_dist()
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -155,13 +155,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(_discard(folder), ignore_errors=True)
 
 
-def clean_up(parent: Path) -> None:
-    """Remove the partial checkpoints of interrupted writers, and no other files."""
-    for partial in parent.glob(f"*{PARTIAL}"):
-        if NAME.match(partial.name):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
 def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
     outcome: dict[str, Any] | Exception
@@ -237,9 +230,12 @@ def _discard(folder: Path) -> Path:
     return trash
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _begin(partial: Path) -> None:
+    """Make an empty folder; remove the partial checkpoints of interrupted writers beside it, and no other files."""
+    for other in partial.parent.glob(f"*{PARTIAL}"):
+        if NAME.match(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -27,10 +27,7 @@ _SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Origin:
     """The places of a stage's pieces in the network that they come from. It does not keep the network alive.
 
-    Args:
-        model: the network.
-        pieces: names of the stage's pieces in it.
-        copied: names of those of which the stage has a copy.
+    Of the pieces named in `copied` the stage has a copy.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[str], copied: Iterable[str] = ()) -> None:
