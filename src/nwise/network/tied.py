@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from nwise.network.huggingface import is_hugging_face
 
@@ -36,14 +36,14 @@ def untie(model: nn.Module) -> list[str]:
     return new
 
 
-def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
+def _copy_second_places(module: nn.Module, path: str, seen: set[object], new: list[str]) -> None:
     for name, tensor in {**module._parameters, **module._buffers}.items():
-        if tensor is not None and id(tensor) in seen:
+        if tensor is not None and tensor in seen:
             copied = tensor.detach().clone()
             is_parameter = name in module._parameters
             setattr(module, name, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
             new.append(path + name)
-        seen.add(id(tensor))
+        seen.add(tensor)
     # A module in two places is copied at the second, with all that is in it:
     #
     #     a    Linear(weight, bias)
@@ -51,11 +51,11 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[
     for name, child in list(module._modules.items()):  # named_children() omits a module's second place
         if child is None:
             continue
-        if id(child) in seen and child.state_dict():
+        if child in seen and child.state_dict():
             child = copy.deepcopy(child)
             module._modules[name] = child
             new.extend(f"{path}{name}.{inner}" for inner in child.state_dict())
-        seen.add(id(child))
+        seen.add(child)
         _copy_second_places(child, f"{path}{name}.", seen, new)
 
 
@@ -64,10 +64,10 @@ def refuse_tied(stages: Sequence[nn.Module], tied: str) -> None:
     if tied not in ("refuse", "sum"):
         raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
     ends = (0, len(stages) - 1)
-    places: dict[int, tuple[int, str]] = {}
+    places: dict[Tensor, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            first, other = places.setdefault(id(tensor), (k, name))
+            first, other = places.setdefault(tensor, (k, name))
             if first != k and not (tied == "sum" and (first, k) == ends):
                 hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
                 raise ValueError(
