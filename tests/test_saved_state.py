@@ -267,21 +267,33 @@ def test_options_are_those_of_the_checkpoint_unless_the_caller_has_others(tmp_pa
     assert update.param_groups[0]["lr"] == 0.1
 
 
-def test_checkpoint_without_other_state_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of an earlier version has only tensors."""
+ONE = ["optimizer.model.a.weight.step", "optimizer.model.a.bias.step"]
+
+
+@pytest.mark.parametrize("part", [{}, {"state": {}, "same": [ONE]}])
+def test_checkpoint_of_an_earlier_version_resumes(
+    part: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has only tensors, or tensors by name alone and a list of those that are one."""
     pipe = pipeline()
     update = torch.optim.Adam(pipe.parameters())
     checkpoints = Checkpoints(tmp_path, pipe, update)
     train(pipe, update, 2)
     checkpoints.save()
-    old = files.read_facts
-    monkeypatch.setattr(
-        files, "read_facts", lambda path: {k: v for k, v in old(path).items() if k != "optimizer_state"}
-    )
+    read = files.read_facts
+
+    def old(path: Path) -> dict[str, Any]:
+        facts = read(path)
+        parts = facts.pop("optimizer_state")
+        return {**facts, "optimizer_state": [{**parts[0], **part}]} if part else facts
+
+    monkeypatch.setattr(files, "read_facts", old)
     saved = copy.deepcopy(update.state_dict())
     update = torch.optim.Adam(pipe.parameters())
     assert Checkpoints(tmp_path, pipe, update).resume() == Resumed(2, "")
     assert equal(update.state_dict(), saved)
+    steps = [update.state[pipe.stages[0].a.get_parameter(name)]["step"] for name in ("weight", "bias")]  # type: ignore[union-attr]
+    assert (steps[0] is steps[1]) == bool(part)
 
 
 # Losses

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nwise.flow import Flow, find_flow
     from nwise.network.carrying import carry
     from nwise.network.chain import Chain
-    from nwise.network.splitting import split, untie
+    from nwise.network.splitting import split
+    from nwise.network.tied import untie
     from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
     from nwise.planning.plan import Plan
@@ -94,7 +95,7 @@ _PLACES = {
     "reference_grads": "reference",
     "split": "network.splitting",
     "staleness": "schedule.ages",
-    "untie": "network.splitting",
+    "untie": "network.tied",
 }
 
 

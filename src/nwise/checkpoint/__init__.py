@@ -1,6 +1,5 @@
 """Checkpoints for any training loop, and files of weights.
 
-atomic                     files that are complete or not there
 weights, values            names of the unsplit network; nested values without pickles
 optimizer, state           what a run needs to resume, under names that do not depend on the cut
 files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
@@ -8,9 +7,8 @@ files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
 
 from functools import partial
 
-from nwise.checkpoint.atomic import PARTIAL, replacing
 from nwise.checkpoint.checkpoints import CheckpointInfo, Checkpoints, Resumed
-from nwise.checkpoint.files import DamagedError, read_layout
+from nwise.checkpoint.files import PARTIAL, DamagedError, read_layout, replacing
 from nwise.checkpoint.lock import FolderLock
 from nwise.checkpoint.optimizer import add_momenta
 from nwise.checkpoint.state import check_facts

@@ -9,14 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nwise.checkpoint import files, state
-from nwise.checkpoint.atomic import PARTIAL
-from nwise.checkpoint.files import DamagedError
+from nwise.checkpoint.files import PARTIAL, DamagedError
 from nwise.checkpoint.lock import FolderLock
 from nwise.checkpoint.optimizer import after_first_state, refuse_foreign
 from nwise.checkpoint.weights import check_names
@@ -91,7 +91,7 @@ class Checkpoints:
         check_names(pipe)
         self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
         self._processes = pipe.processes
-        state.check_saving(pipe, None)
+        state.present_state(pipe, None)
         self._optimizer: torch.optim.Optimizer | None = None
         self.optimizer = optimizer
         # A separate group keeps a background writer's messages apart from the messages of training.
@@ -118,8 +118,8 @@ class Checkpoints:
             check_optimizer(optimizer)
             if self._processes.size == 1:  # on several it may have parameters of other stages
                 refuse_foreign(optimizer, state.parameter_names(self._pipe))
-            state.check_saving(self._pipe, optimizer)
-            after_first_state(optimizer, partial(state.check_saving, self._pipe, optimizer))
+            state.present_state(self._pipe, optimizer)
+            after_first_state(optimizer, partial(state.present_state, self._pipe, optimizer))
         self._optimizer = optimizer
 
     def save(self, **facts: Any) -> Path:
@@ -174,8 +174,7 @@ class Checkpoints:
                 f"{self.folder} should hold no checkpoints of another run. Found {present[-1]}; resume from it (`resume`) or "
                 "give another folder."
             )
-        later = [name for name in self._names() if _step(name) > self._pipe.steps]
-        if later:
+        if later := [name for name in self._names() if _step(name) > self._pipe.steps]:
             raise ValueError(
                 f"{self.folder} should hold no checkpoint of a step beyond {self._pipe.steps}. Found {later[-1]}; resume from "
                 "it (`resume`) or give another folder."
@@ -198,8 +197,8 @@ class Checkpoints:
             ValueError: there are checkpoints, but all of them are damaged, now or earlier.
             OSError: a checkpoint cannot be read at present; nothing has been changed.
         """
-        names, damaged = self._names(), sorted(p.name for p in self.folder.glob("step-*.damaged*"))
-        names, damaged = self._processes.gather("checkpoints", [names, damaged])[0]
+        damaged = sorted(p.name for p in self.folder.glob("step-*.damaged*"))
+        names, damaged = self._processes.gather("checkpoints", [self._names(), damaged])[0]  # as rank 0 sees the folder
         problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
         for name in reversed(names):
             folder = self.folder / name
@@ -242,8 +241,6 @@ class Checkpoints:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
     def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        if self._processes.is_first:
-            files.clean_up(self.folder)
         files.write(folder, tensors, facts, self._group)
         if self._processes.is_first:
             self._remove_old(folder.name)
@@ -253,21 +250,17 @@ class Checkpoints:
         names = self._names()
         kept = {written, *names[-self._keep :]}
         if self._keep_best:
-            losses: dict[str, float] = {}
+            losses: list[tuple[float, str]] = []
             for name in names:
-                try:
-                    loss = files.read_facts(self.folder / name).get("loss")
-                except DamagedError:
-                    continue
-                except OSError:  # it may be the best
-                    kept.add(name)
-                    continue
-                if isinstance(loss, int | float) and math.isfinite(loss):
-                    losses[name] = loss
-            kept.update(sorted(losses, key=lambda name: (losses[name], name))[:1])
-        for name in names:
-            if name not in kept:
-                files.remove(self.folder / name)
+                with suppress(DamagedError):
+                    try:
+                        loss = files.read_facts(self.folder / name).get("loss")
+                        losses += [(loss, name)] if isinstance(loss, int | float) and math.isfinite(loss) else []
+                    except OSError:  # it may be the best
+                        kept.add(name)
+            kept.update(name for _, name in sorted(losses)[:1])
+        for name in set(names) - kept:
+            files.remove(self.folder / name)
 
 
 def _step(name: str) -> int:
@@ -276,7 +269,5 @@ def _step(name: str) -> int:
 
 def _unused(path: Path) -> Path:
     """Return the path, or the first that does not exist with a number appended."""
-    unused, number = path, 2
-    while unused.exists():
-        unused, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return unused
+    paths = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
+    return next(unused for unused in paths if not unused.exists())

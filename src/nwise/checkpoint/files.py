@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nwise.checkpoint.atomic import PARTIAL
 from nwise.process import ignore_no_dist
 
 # `torch.distributed.checkpoint` takes a second to import, so the functions below import it when they need it.
 
+PARTIAL = ".part"
 FORMAT = 1
 NAME = re.compile(r"step-\d{8,}")
 _FACTS = "checkpoint.json"
@@ -35,6 +35,19 @@ _FACTS = "checkpoint.json"
 
 class DamagedError(ValueError):
     """A checkpoint is no longer as it was written."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; rename it to `path` at the end, or remove it and leave `path` alone after an error."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()  # frees the space on a full disk
+        raise
 
 
 def write(
@@ -52,23 +65,21 @@ def write(
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    partial = folder.with_name(folder.name + PARTIAL)
+    partial, rank = folder.with_name(folder.name + PARTIAL), _place(group)[0]
     try:
-        together(group, lambda: _make_empty(partial) if _rank(group) == 0 else None)
+        together(group, lambda: _begin(partial) if rank == 0 else None)
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         ignore_no_dist()
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
         fingerprints = together(
             group, lambda: {p.name: _fingerprint(p) for p in _share(partial.glob("*.safetensors"), group)}
         )
-        together(group, lambda: _complete(partial, folder, fingerprints, facts) if _rank(group) == 0 else None)
+        together(group, lambda: _complete(partial, folder, fingerprints, facts) if rank == 0 else None)
     except (CheckpointException, OSError) as error:
-        if _rank(group) == 0:
+        if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # frees the space on a full disk
-        if isinstance(error, OSError):
-            raise OSError(f"{folder} should be written as a checkpoint. Found: {error}") from error
-        rank, (first, _) = next(iter(error.failures.items()))
-        raise OSError(f"{folder} should be written as a checkpoint. Found on rank {rank}: {first}") from error
+        where, first = ("", error) if isinstance(error, OSError) else _first_failure(error)
+        raise OSError(f"{folder} should be written as a checkpoint. Found{where}: {first}") from error
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -129,9 +140,14 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
     try:
         load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
+        where, first = _first_failure(error)
         kind = OSError if isinstance(first, OSError) else DamagedError
-        raise kind(f"{folder} should be read as a checkpoint. Found on rank {rank}: {first}") from error
+        raise kind(f"{folder} should be read as a checkpoint. Found{where}: {first}") from error
+
+
+def _first_failure(error: Any) -> tuple[str, BaseException]:
+    rank, (first, _) = next(iter(error.failures.items()))
+    return f" on rank {rank}", first
 
 
 def remove(folder: Path) -> None:
@@ -139,28 +155,20 @@ def remove(folder: Path) -> None:
     shutil.rmtree(_discard(folder), ignore_errors=True)
 
 
-def clean_up(parent: Path) -> None:
-    """Remove the partial checkpoints of interrupted writers, and no other files."""
-    for partial in parent.glob(f"*{PARTIAL}"):
-        if NAME.match(partial.name):
-            shutil.rmtree(partial, ignore_errors=True)
-
-
 def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
-    outcome: tuple[dict[str, Any], Exception | None]
+    outcome: dict[str, Any] | Exception
     try:
-        outcome = work() or {}, None
+        outcome = work() or {}
     except (OSError, ValueError) as error:
-        outcome = {}, error
-    outcomes: list[Any] = [outcome]
+        outcome = error
+    outcomes: list[Any] = [outcome] * _place(group)[1]
     if group is not None:
-        outcomes = [None] * _size(group)
         dist.all_gather_object(outcomes, outcome, group=group)
-    for _, problem in outcomes:
-        if problem is not None:
+    for problem in outcomes:
+        if isinstance(problem, Exception):
             raise problem
-    return {name: value for results, _ in outcomes for name, value in results.items()}
+    return {name: value for results in outcomes for name, value in results.items()}
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -222,9 +230,12 @@ def _discard(folder: Path) -> Path:
     return trash
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _begin(partial: Path) -> None:
+    """Make an empty folder; remove the partial checkpoints of interrupted writers beside it, and no other files."""
+    for other in partial.parent.glob(f"*{PARTIAL}"):
+        if NAME.match(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _fingerprint(path: Path) -> list[Any]:
@@ -244,12 +255,10 @@ def _flush(folder: Path) -> None:
 
 def _share(items: Iterable[Any], group: dist.ProcessGroup | None) -> list[Any]:
     """Return this process's share of the work on some items."""
-    return sorted(items)[_rank(group) :: _size(group)]
+    rank, size = _place(group)
+    return sorted(items)[rank::size]
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank in a group and its size."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -24,12 +24,7 @@ class FolderLock:
         self._lock: Any = None
 
     def acquire(self) -> None:
-        """Take the lock, if this object does not hold it.
-
-        Raises:
-            ValueError: another process holds it.
-            OSError: the lock cannot be made.
-        """
+        """Take the lock; ValueError if another process holds it, OSError if it cannot be made."""
         if self._lock is not None:
             return
         filelock = needed("filelock", "checkpoint", "A checkpoint or a run")

@@ -7,28 +7,27 @@ What is not a tensor is JSON among the facts, one object for each process of a r
 
     stage       first stage of the process
     groups      names of the parameters and options of every group
-    state       state of the parameters that have more than plain tensors (`values.pack`)
+    state       state of the parameters (`values.pack`)
     rest        state of no parameter, and what a `state_dict` has beside state and groups
-    same        names of tensors that are one tensor
     host        names of tensors on the CPU although the parameters are not
     defaults    options that the optimizer was made with
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nwise._dtensor import is_dtensor
-from nwise.checkpoint.values import UnknownTypeError, as_name, is_dense, pack, unpack
+from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
+_STEP = (".step", "/step")  # ends of the names of numbers of steps
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
@@ -44,36 +43,40 @@ def collect_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of an optimizer's state by name, not copied, and everything else as JSON.
 
-    Args:
-        optimizer: the optimizer.
-        names: the names of the pipeline's parameters.
-        stage: first stage of this process.
+    `names` has the names of the pipeline's parameters, and `stage` is the first one of this process.
 
     Raises:
         TypeError: the state has a value of another type than tensors, numbers, texts and their collections.
         ValueError: the optimizer has state of another network's parameters, or no `state_dict`.
     """
     tensors: dict[str, Tensor] = {}
+    memory = {_memory(p): name for p, name in names.items()}
     saved = _state_dict(optimizer)
     by_index = _by_index(optimizer, saved)
-    home = next((p.device for p in by_index.values()), torch.device("cpu"))
-    put_rest = _keeper(tensors, f"optimizer.rest.{stage}.")
+
+    def put(prefix: str, tensor: Tensor, place: str) -> str:
+        """Name a tensor; what is one tensor here, such as a count of all parameters, gets one name and stays one."""
+        if (name := memory.get(key := _memory(tensor))) is None:
+            name = prefix + as_name(place)
+            while name in tensors:
+                name += "_"
+            tensors[name] = tensor
+            memory[key] = name
+        return name
+
+    put_rest = partial(put, f"optimizer.rest.{stage}.")
     states: dict[str, Any] = {}
-    rest: dict[str, Any] = {
-        "state": {},
-        "other": {k: v for k, v in saved.items() if k not in ("state", "param_groups")},
-    }
+    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
+    rest: dict[str, Any] = {"state": {}, "other": others}
     try:
         for index, entries in saved.get("state", {}).items():
             p = by_index.get(index)
             if p is None:
                 rest["state"][index] = entries
-            elif p not in names and entries:
-                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
-            elif p in names and _is_plain(entries, p):
-                tensors |= {f"optimizer.{names[p]}.{entry}": value.detach() for entry, value in entries.items()}
             elif p in names:
-                states[names[p]] = pack(entries, _keeper(tensors, f"optimizer.{names[p]}."))
+                states[names[p]] = pack(entries, partial(put, f"optimizer.{names[p]}."), like=p)
+            elif entries:
+                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
         groups = [
             {
                 "params": [names[p] for p in group["params"] if p in names],
@@ -88,28 +91,33 @@ def collect_state(
             f"be saved. Found {error}, of {type(optimizer).__name__}; make `Checkpoints` without the optimizer, and save its "
             "state in another way."
         ) from error
-    defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)}
-    host = [n for n, t in tensors.items() if t.device.type == "cpu" != home.type and not n.endswith((".step", "/step"))]
-    plain = {
+    home = next((p.device for p in by_index.values()), torch.device("cpu"))
+    return tensors, {
         "stage": stage,
         "groups": groups,
         "state": states,
         "rest": packed,
-        "same": _same(tensors, names),
-        "host": host,
+        "host": [n for n, t in tensors.items() if t.device.type == "cpu" != home.type and not n.endswith(_STEP)],
+        "defaults": {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)},
     }
-    return tensors, {**plain, "defaults": defaults}
+
+
+def _memory(tensor: Tensor) -> object:
+    """Return a value that is equal for two tensors only if they are the same place in memory."""
+    if is_dtensor(tensor) or not tensor.numel():
+        return object()
+    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise ValueError if an optimizer trains a parameter that the pipeline does not have, which no checkpoint would hold."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad and p not in names:
-                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.requires_grad and p not in names:
+            raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
 
 
-def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> None:
+def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], object]) -> None:
     """Call a function at the end of the first update in which an optimizer has state: a bad type is found before hours pass."""
     done: list[bool] = []
 
@@ -125,15 +133,9 @@ def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], None
 class SavedOptimizer:
     """The part of a checkpoint that belongs to this process's optimizer.
 
-    Args:
-        optimizer: a fresh optimizer.
-        parameters: this process's parameters by their names in the checkpoint.
-        parts: the JSON of all processes that wrote the checkpoint; none in one of an older version.
-        layout: the checkpoint's tensors, without values.
-        stage: first stage of this process.
+    The JSON is unpacked twice: first to find the tensors to read, then, when `fresh` has been filled, to load them::
 
-    Attributes:
-        fresh: tensors to fill with the checkpoint's values, by name.
+        checkpoint.json -> unpack -> fresh (memory by name) -> files.read -> unpack -> load_state_dict
 
     Raises:
         ValueError: what the optimizer's class adds to its `state_dict` is of other parameters.
@@ -142,49 +144,38 @@ class SavedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Tensor],
-        parts: Sequence[Mapping[str, Any]],
-        layout: Mapping[str, Tensor],
-        stage: int,
+        parameters: Mapping[str, Tensor],  # of this process, by their names in the checkpoint
+        parts: Sequence[Mapping[str, Any]],  # JSON of all processes that wrote it; none in one of an older version
+        layout: Mapping[str, Tensor],  # the checkpoint's tensors, without values
+        stage: int,  # the first one of this process
     ) -> None:
-        self._optimizer, self._parts = optimizer, parts
-        updated = {p for group in optimizer.param_groups for p in group["params"]}
+        self._optimizer, self._parts, self._layout = optimizer, parts, layout
+        groups = optimizer.param_groups
+        updated = {p for group in groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if p in updated}
         self._names = {p: name for name, p in self._parameters.items()}
         # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
-        groups = optimizer.param_groups
         self._counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         self._host = {name for part in parts for name in part["host"]}
-        self._packed = {name: packed for part in parts for name, packed in part["state"].items()}
-        self._one = {name: first for part in parts for first, *others in part["same"] for name in others}
-        self._rest = max(
-            (part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default=None
-        )
-        self._entries: dict[str, list[str]] = {}
-        self.fresh: dict[str, Tensor] = {}
-        for full, like in layout.items():
-            name, _, entry = full.removeprefix("optimizer.").rpartition(".")
-            if full.startswith("optimizer.rest."):
-                self.fresh[full] = torch.empty(like.shape, dtype=like.dtype)
-            elif full.startswith("optimizer.") and name in self._parameters:
-                self._entries.setdefault(name, []).append(entry)
-        for name in list(self._entries):
-            p, entries = self._parameters[name], self._entries[name]
+        self._one = {name: first for part in parts for first, *others in part.get("same", ()) for name in others}
+        nearest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default={})
+        self._rest = nearest and nearest["rest"]
+        if self._rest:
+            self._check_own_keys(nearest)
+        self._states = _packed_by_name(layout) | {name: s for part in parts for name, s in part["state"].items()}
+        for name, p in self._parameters.items():
             # An optimizer made of several may train a parameter by another one in another cut; it says whether it can go on.
             accepts = getattr(optimizer, "accepts_state", None)
-            if accepts is not None and not accepts(p, entries):
-                del self._entries[name]
-                continue
-            for full in (f"optimizer.{name}.{entry}" for entry in entries):
-                self.fresh[full] = _empty(p, layout[full], is_step=full.endswith((".step", "/step")))
-        if self._rest is not None and self._rest["rest"] is not None:
-            self._check_own_keys(self._rest)
+            if name in self._states and accepts and not accepts(p, [key for key, _ in self._states[name]["dict"]]):
+                del self._states[name]
+        self.fresh: dict[str, Tensor] = {}
+        self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
 
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
         saved = [name for group in part["groups"] for name in group["params"]]
         here = [self._names[p] for group in self._optimizer.param_groups for p in group["params"] if p in self._names]
-        keys = [key for key, _ in dict(part["rest"]["dict"])["other"]["dict"]]
+        keys = [key for key, _ in dict(self._rest["dict"])["other"]["dict"]]
         if keys and saved != here:
             raise ValueError(
                 f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds {keys[0]!r} to "
@@ -192,64 +183,80 @@ class SavedOptimizer:
                 "the same cut, or with another optimizer."
             )
 
+    def _unpack(self, *, settings: bool) -> tuple[dict[Tensor, Any], dict[str, Any], list[Any]]:
+        """Return the states of parameters, the rest, and for each group its options and those in which saved ones differ."""
+        states = {
+            p: unpack(self._states[name], partial(self._tensor, p))
+            for name, p in self._parameters.items()
+            if name in self._states
+        }
+        get_rest = partial(self._tensor, torch.empty(0, device=next((p.device for p in self._names), None)))
+        rest = unpack(self._rest, get_rest) if self._rest else {"state": {}, "other": {}}
+        groups = [self._options(group["params"], get_rest) for group in self._optimizer.param_groups if settings]
+        return states, rest, groups
+
     def load(self, *, settings: bool) -> list[str]:
         """Put the values of `fresh` into the optimizer; return differences from the checkpoint, in words.
 
-        Args:
-            settings: whether to load the options of the groups, such as rates, too.
+        With `settings` the groups get the options of the checkpoint, such as rates.
         """
         optimizer = self._optimizer
         present = _state_dict(optimizer)
-        by_index = _by_index(optimizer, present)
-        states: dict[Tensor, Any] = {}
-        for name, p in self._parameters.items():
-            if name in self._packed:
-                states[p] = unpack(self._packed[name], partial(self._tensor, p=p, contiguous=True))
-            elif name in self._entries:
-                states[p] = {entry: self._tensor(f"optimizer.{name}.{entry}", p) for entry in self._entries[name]}
-        home = next(iter(self._parameters.values()), torch.empty(0))
-        rest: dict[str, Any] = {"state": {}, "other": {}}
-        if self._rest is not None and self._rest["rest"] is not None:
-            rest = unpack(self._rest["rest"], partial(self._tensor, p=home))
-        differing: set[str] = set()
-        for group, g in zip(optimizer.param_groups, present.get("param_groups", ()), strict=False):
-            options, differ = self._options(group["params"], home) if settings else ({}, set())
-            g.update(options)
-            differing |= differ
+        states, rest, options = self._unpack(settings=settings)
+        for (agreed, _), group in zip(options, present.get("param_groups", ()), strict=False):
+            group.update(agreed)
+        differing = {k for _, others in options for k in others}
         # Torch's own function would cast states to the dtype of their parameters, and take a text for a list of letters.
         is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         if "state" in present:
-            known = {} if is_torchs else {index: states[p] for index, p in by_index.items() if p in states}
+            by_index = {} if is_torchs else _by_index(optimizer, present)
+            known = {index: states[p] for index, p in by_index.items() if p in states}
             present["state"] = {**present["state"], **rest["state"], **known}
         optimizer.load_state_dict({**present, **rest["other"]})
         for p, state in states.items() if is_torchs else ():
             optimizer.state[p] = state
         saved, now = self._parts[0]["defaults"] if self._parts and settings else {}, optimizer.defaults
-        others = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
+        changed = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
         return [
-            *(f"the optimizer's {k} is that of the checkpoint, not of {k}={now[k]}" for k in others),
+            *(f"the optimizer's {k} is that of the checkpoint, not of {k}={now[k]}" for k in changed),
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
 
-    def _options(self, parameters: Iterable[Tensor], home: Tensor) -> tuple[dict[str, Any], set[str]]:
+    def _options(self, parameters: Iterable[Tensor], get: Callable[[str], Tensor]) -> tuple[dict[str, Any], set[str]]:
         """Return the options in which the saved groups of some parameters agree, and the names of the others."""
         names = {self._names[p] for p in parameters if p in self._names}
         saved = [group for part in self._parts for group in part["groups"] if names & set(group["params"])]
-        found = [unpack(group["options"], partial(self._tensor, p=home)) for group in saved]
+        found = [unpack(group["options"], get) for group in saved]
         first = found[0] if found else {}
         agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
         return agreed, {k for options in found for k in options} - set(agreed)
 
-    def _tensor(self, full: str, p: Tensor, *, contiguous: bool = False) -> Tensor:
-        """Return a tensor of the checkpoint, on the device where an optimizer of the parameter needs it."""
-        one = self._one.get(full, full)
-        if one in self._parameters:
-            return self._parameters[one].detach()
-        one = one if one in self.fresh else full
-        stays = one in self._host or (one.endswith((".step", "/step")) and p not in self._counted)
-        if not stays:
-            self.fresh[one] = self.fresh[one].to(p.device)
-        return self.fresh[one].contiguous() if contiguous else self.fresh[one]
+    def _tensor(self, p: Tensor, name: str) -> Tensor:
+        """Return a tensor of the checkpoint, or memory for it, where an optimizer of a parameter needs it."""
+        name = self._one.get(name, name)
+        if name in self._parameters:
+            return self._parameters[name].detach()
+        if name not in self.fresh:
+            like, is_step = self._layout[name], name.endswith(_STEP)
+            on_host = name in self._host or (is_step and p not in self._counted)
+            device = torch.device("cpu") if on_host else p.device
+            self.fresh[name] = (
+                torch.empty(like.shape, dtype=like.dtype, device=device)
+                if is_step or like.shape != p.shape
+                # Same strides as the parameter: fused optimizers go by memory. Parts of a DTensor stay on their mesh's device.
+                else torch.empty_like(p.detach(), dtype=like.dtype, device=None if is_dtensor(p) else device)
+            )
+        return self.fresh[name]
+
+
+def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the packed states of parameters in a checkpoint of an older version, which only names their tensors."""
+    states: dict[str, Any] = {}
+    for full in layout:
+        name, _, entry = full.removeprefix("optimizer.").rpartition(".")
+        if full.startswith("optimizer.") and not full.startswith("optimizer.rest."):
+            states.setdefault(name, {"dict": []})["dict"].append([entry, {"tensor": {"name": full}}])
+    return states
 
 
 def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -266,53 +273,6 @@ def _by_index(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> dic
     """Return the parameters by the number that they have in the state dictionary."""
     pairs = zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
     return {i: p for group, g in pairs for p, i in zip(group["params"], g["params"], strict=True)}
-
-
-def _keeper(tensors: dict[str, Tensor], prefix: str) -> Callable[[Tensor, str], str]:
-    def put(tensor: Tensor, place: str) -> str:
-        name = prefix + as_name(place)
-        while name in tensors:
-            name += "_"
-        tensors[name] = tensor
-        return name
-
-    return put
-
-
-def _is_plain(entries: Any, p: Tensor) -> bool:
-    """Return whether a state is a dictionary of tensors that `_empty` makes as they are."""
-    return type(entries) is dict and all(
-        isinstance(entry, str)
-        and re.fullmatch(r"[\w-]+", entry)
-        and isinstance(value, Tensor)
-        and (is_dtensor(value) or (type(value) in (Tensor, nn.Parameter) and _lies_like(value, p, entry == "step")))
-        for entry, value in entries.items()
-    )
-
-
-def _lies_like(value: Tensor, p: Tensor, is_step: bool) -> bool:
-    if value.layout != torch.strided or value.dtype == torch.complex128:
-        return False
-    if value.shape != p.shape or is_step:
-        return value.is_contiguous()
-    return value.stride() == p.stride() or not is_dense(value)
-
-
-def _empty(p: Tensor, like: Tensor, *, is_step: bool) -> Tensor:
-    if like.shape != p.shape or is_step:
-        return torch.empty(like.shape, dtype=like.dtype)
-    # Same strides as the parameter: fused optimizers go by memory. Parts of a DTensor stay on their mesh's device.
-    return torch.empty_like(p.detach(), dtype=like.dtype, device=None if is_dtensor(p) else torch.device("cpu"))
-
-
-def _same(tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]) -> list[list[str]]:
-    """Return the names of tensors in the same memory, which stay one when they are loaded; a parameter's name comes first."""
-    places: dict[Any, list[str]] = {}
-    for name, t in [*((name, p) for p, name in names.items()), *tensors.items()]:
-        if t.numel() and not is_dtensor(t):
-            key = t.untyped_storage().data_ptr(), t.storage_offset(), t.shape, t.stride(), t.dtype, t.device
-            places.setdefault(key, []).append(name)
-    return [found for found in places.values() if len(found) > 1 and found[-1] in tensors]
 
 
 def _equal(a: Any, b: Any) -> bool:

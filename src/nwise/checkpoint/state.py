@@ -47,22 +47,16 @@ def collect_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return copies, on the CPU, of this process's part of the state, and the part of the optimizer's that is JSON.
 
-    Args:
-        pipe: the pipeline.
-        optimizer: its optimizer; default: none.
-        due: its `Pipeline.pending_gradients`; default: none.
-
-    Returns:
-        The tensors, none where another replica has the same; and the JSON, empty without an optimizer.
+    There are no tensors where another replica has the same. `due` are the pipeline's `pending_gradients`.
 
     Raises:
         TypeError: a value of the state cannot be saved.
         ValueError: the optimizer has parameters of another network.
     """
-    tensors, plain = _present(pipe, optimizer)
-    names = parameter_names(pipe)
+    tensors, plain = present_state(pipe, optimizer)
     if pipe.processes.replica:
         return {}, plain
+    names = parameter_names(pipe)
     for n, gradients in enumerate(due):
         if unknown := gradients.keys() - names.keys():
             warnings.warn(
@@ -70,21 +64,15 @@ def collect_tensors(
                 "that it no longer has, lost now; before such a change, update while `pipe.drain()` returns True.",
                 stacklevel=3,
             )
-        named = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
-        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in named.items()}
+        due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
+        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
-    return {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }, plain
+    order = torch.contiguous_format
+    return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
 
 
-def check_saving(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise TypeError or ValueError if the state of modules and optimizer, as it is now, cannot be saved."""
-    _present(pipe, optimizer)
-
-
-def _present(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of modules, losses and optimizer as `collect_tensors` does, not copied."""
+def present_state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what `collect_tensors` does of modules, losses and optimizer, not copied; raise the same errors."""
     tensors = {**local_weights(pipe), **loss_buffers(pipe)}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype == torch.complex128:  # which safetensors lacks
@@ -174,32 +162,30 @@ def restore(
     #
     #     saved      | a b | c d | e f |     heads 0, 1
     #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
-    targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in main_state(pipe).items()}
+    present, _ = present_state(pipe, None)
+    names = {name: name for name in present if name.startswith("model.")}  # here -> in the checkpoint
     saved_ends = {end: k for k, end in enumerate(facts["ends"])}
     old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
-    renamed: dict[str, str] = {}  # a parameter of this pipeline's heads -> its name in the checkpoint
     new: dict[str, list[int]] = {"heads": [], "losses": []}
     for k in pipe.processes.here:
-        head = {} if pipe.heads.get(k) is None else plain_state(pipe.heads[str(k)])
-        for what, state in (("heads", head), ("losses", under(loss_buffers(pipe), f"losses.{k}."))):
-            saved = f"{what}.{old_stages[k]}."
-            shapes = {name: tensor.shape for name, tensor in state.items()}
-            if under(sizes, saved) != shapes:
-                new[what] += [k] if state or what == "losses" else []
-                continue
-            targets.update({saved + name: tensor for name, tensor in state.items()})
-            renamed.update({f"{what}.{k}.{name}": saved + name for name in state})
+        for what, stages in new.items():
+            here, saved = under(present, f"{what}.{k}."), f"{what}.{old_stages[k]}."
+            if under(sizes, saved) == {name: tensor.shape for name, tensor in here.items()}:
+                names |= {f"{what}.{k}.{name}": saved + name for name in here}
+            elif here or what == "losses":
+                stages.append(k)
+    targets = {saved: present[name] for name, saved in names.items()}
     loader = None
     if optimizer is not None and facts["optimizer"] == optimizer_kind(optimizer):
-        names = {p: renamed.get(name, name) for p, name in parameter_names(pipe).items()}
-        found = {name: p for p, name in names.items() if not name.startswith("heads.") or name in targets}
+        found = {names[name]: p for p, name in parameter_names(pipe).items() if name in names}
         with _reading(folder):
             loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
     # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
-    fresh = {name: torch.empty_like(tensor, device=_read_device(tensor)) for name, tensor in targets.items()}
-    fresh |= {} if loader is None else loader.fresh
     due = _due_gradients(pipe, facts, layout)
-    fresh |= {name: torch.empty_like(p.detach(), device=_read_device(p)) for call in due for p, name in call.items()}
+    wanted = targets | {name: p for call in due for p, name in call.items()}
+    # To the CPU, except that parts of a DTensor stay on their mesh's device.
+    fresh = {n: torch.empty_like(t.detach(), device=None if is_dtensor(t) else "cpu") for n, t in wanted.items()}
+    fresh |= {} if loader is None else loader.fresh
     random = f"random.{pipe.processes.here[0]}"
     if random in sizes:
         fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
@@ -219,12 +205,11 @@ def restore(
         torch.set_rng_state(fresh[random])
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
-    changes = _differences(
-        pipe, facts, sizes, [new["heads"], sorted(renamed.values()), new["losses"], notes], optimizer
-    )
-    lost = 0 if kept else int(facts.get("due", 0))
-    dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
-    return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
+    used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
+    changes = _differences(pipe, facts, sizes, [new["heads"], [*used], new["losses"], notes], optimizer)
+    if lost := 0 if kept else int(facts.get("due", 0)):
+        changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
+    return "; ".join(changes)
 
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
@@ -279,20 +264,17 @@ def _differences(
     sizes: Mapping[str, Size],
     local: list[Any],
     optimizer: torch.optim.Optimizer | None,
-) -> str:
-    """Describe in one line how the pipeline of all processes differs from the saved one.
+) -> list[str]:
+    """Describe how the pipeline of all processes differs from the saved one.
 
-    `local` has this process's new heads, the names in the checkpoint that it uses, its losses with fresh buffers, and notes.
+    `local` has this process's new heads, the saved heads that it uses, its losses with fresh buffers, and notes.
     """
     parts = pipe.processes.by_place("heads", local)
-    new, losses = (sorted(k for part in parts for k in part[i]) for i in (0, 2))
-    kept = {name.split(".")[1] for part in parts for name in part[1] if name.startswith("heads.")}
-    dropped = sorted({name.split(".")[1] for name in sizes if name.startswith("heads.")} - kept, key=int)
-    changes = []
+    new, used, losses = (sorted(one for part in parts for one in part[i]) for i in range(3))
+    dropped = sorted({int(name.split(".")[1]) for name in sizes if name.startswith("heads.")} - {*used})
     facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
-    for key, what in (("strategy", "strategy"), ("num_microbatches", "micro-batches"), ("seed", "seed")):
-        if facts[key] != now[key]:
-            changes.append(f"{what} {facts[key]} -> {now[key]}")
+    whats = {"strategy": "strategy", "num_microbatches": "micro-batches", "seed": "seed"}
+    changes = [f"{what} {facts[key]} -> {now[key]}" for key, what in whats.items() if facts[key] != now[key]]
     if facts["compress"] != now["compress"]:
         before, after = (str(form["compress"]).partition("(")[0] for form in (facts, now))
         changes.append(f"compression {before} -> {f'another {after}' if before == after else after}")
@@ -302,16 +284,10 @@ def _differences(
         changes.append(f"stages {len(facts['ends'])} -> {len(now['ends'])}")
     elif facts["ends"] != now["ends"]:
         changes.append("another cut")
-    if new:
-        changes.append(f"new heads at stages {', '.join(map(str, new))}")
-    if dropped:
-        changes.append(f"dropped the heads of the former stages {', '.join(dropped)}")
-    if losses:
-        changes.append(f"fresh buffers of the losses at stages {', '.join(map(str, losses))}")
-    changes += dict.fromkeys(note for part in parts for note in part[3])
-    return "; ".join(changes)
-
-
-def _read_device(tensor: Tensor) -> torch.device | None:
-    """Return the device to read a tensor to: the CPU, except that parts of a DTensor stay on their mesh's device."""
-    return None if is_dtensor(tensor) else torch.device("cpu")
+    stages = {
+        "new heads at stages": new,
+        "dropped the heads of the former stages": dropped,
+        "fresh buffers of the losses at stages": losses,
+    }
+    changes += [f"{what} {', '.join(map(str, which))}" for what, which in stages.items() if which]
+    return [*changes, *dict.fromkeys(note for part in parts for note in part[3])]

@@ -21,25 +21,19 @@ from nwise._dtensor import is_dtensor
 
 Put = Callable[[Tensor, str], str]
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-}
+_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, torch.Size)}
 
 
 class UnknownTypeError(TypeError):
     """A value is of no type that can be packed; the message has its place and its type."""
 
 
-def pack(value: Any, put: Put, place: str = "") -> Any:
-    """Return a value as JSON.
+def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> Any:
+    """Return a value as JSON: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
 
     Args:
-        value: numbers, texts, None, tensors, dtypes, devices, and lists, tuples, sets and dictionaries of them.
-        put: called with each tensor, detached, and its place; returns the tensor's name.
-        place: the place of the value, keys joined by ``/``.
+        put: gets each tensor, detached, and its place, keys joined by ``/``; returns the tensor's name.
+        like: a tensor whose order in memory `unpack` gives to tensors of the same shape; default: contiguous.
 
     Raises:
         UnknownTypeError: a part is of another type.
@@ -47,10 +41,10 @@ def pack(value: Any, put: Put, place: str = "") -> Any:
     kind = type(value).__name__
 
     def inner(part: Any, key: Any) -> Any:
-        return pack(part, put, f"{place}/{key}" if place else str(key))
+        return pack(part, put, f"{place}/{key}" if place else str(key), like)
 
     if isinstance(value, Tensor):
-        return {"tensor": _pack_tensor(value, put, place)}
+        return {"tensor": _pack_tensor(value, put, place, like)}
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, complex):
@@ -61,18 +55,13 @@ def pack(value: Any, put: Put, place: str = "") -> Any:
         return {"dict": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if type(value) is list:
         return [inner(part, i) for i, part in enumerate(value)]
-    if kind in _SEQUENCES and type(value) in (tuple, set, frozenset, torch.Size):
+    if _SEQUENCES.get(kind) is type(value):
         return {kind: [inner(part, i) for i, part in enumerate(value)]}
     raise UnknownTypeError(f"{place!r}, a {kind}")
 
 
 def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
-    """Return the value that `pack` has packed.
-
-    Args:
-        packed: the result of `pack`.
-        get: returns a tensor by its name.
-    """
+    """Return the value that `pack` has packed; `get` returns a tensor by its name."""
     if isinstance(packed, list):
         return [unpack(part, get) for part in packed]
     if not isinstance(packed, dict):
@@ -81,37 +70,33 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
     if kind == "tensor":
         tensor = get(content["name"])
         if content.get("complex"):
-            tensor = torch.view_as_complex(tensor)
+            tensor = torch.view_as_complex(tensor.contiguous())
         if strides := content.get("strides"):
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor
-    if kind == "complex":
-        return complex(*content)
+    if kind in ("complex", "device"):
+        return complex(*content) if kind == "complex" else torch.device(content)
     if kind == "dtype":
         return next(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d) == f"torch.{content}")
-    if kind == "device":
-        return torch.device(content)
     if kind == "dict":
         return {unpack(key, get): unpack(part, get) for key, part in content}
     return _SEQUENCES[kind]([unpack(part, get) for part in content])
 
 
-def _pack_tensor(tensor: Tensor, put: Put, place: str) -> dict[str, Any]:
+def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> dict[str, Any]:
     if (type(tensor) not in (Tensor, nn.Parameter) and not is_dtensor(tensor)) or tensor.layout != torch.strided:
         layout = "" if tensor.layout == torch.strided else f" of layout {tensor.layout}"
         raise UnknownTypeError(f"{place!r}, a {type(tensor).__name__}{layout}")
-    facts: dict[str, Any] = {}
-    if tensor.dtype == torch.complex128:  # which safetensors lacks
-        facts["complex"] = True
-    if not is_dtensor(tensor) and not tensor.is_contiguous() and is_dense(tensor):
-        facts["strides"] = list(tensor.stride())
+    facts: dict[str, Any] = {"complex": True} if tensor.dtype == torch.complex128 else {}  # which safetensors lacks
+    if not is_dtensor(tensor):
+        expected = torch.empty(tensor.shape, device="meta")
+        if like is not None and like.shape == tensor.shape and not is_dtensor(like) and not facts:
+            expected = torch.empty_like(like, device="meta")
+        # A tensor whose elements do not lie side by side in memory, such as an expanded one, is loaded as a contiguous one.
+        if tensor.stride() == torch.empty_like(tensor, device="meta").stride() != expected.stride():
+            facts["strides"] = list(tensor.stride())
     whole = tensor.detach()
     return {"name": put(torch.view_as_real(whole.contiguous()) if "complex" in facts else whole, place), **facts}
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie side by side in memory, in any order of the dimensions."""
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def as_name(place: str) -> str:

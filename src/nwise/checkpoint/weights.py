@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from nwise._torch import plain_name
-from nwise.checkpoint.atomic import replacing
+from nwise.checkpoint.files import replacing
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
 
@@ -48,12 +48,13 @@ def plain_state(module: nn.Module) -> dict[str, Tensor]:
 
 def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the buffers of the losses of this process's stages (``losses.<stage>.<name>``), without copying."""
-    return {
-        f"losses.{k}.{name}": tensor
-        for k in pipe.processes.here
-        for path, module in _modules_of(pipe.loss_fns[k]).items()
-        for name, tensor in _buffers(path, module).items()
-    }
+    found: dict[str, Tensor] = {}
+    for k in pipe.processes.here:
+        for path, module in _modules_of(pipe.loss_fns[k]).items():
+            parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+            state = plain_state(module).items()
+            found |= {f"losses.{k}.{path}{name}": tensor for name, tensor in state if name not in parameters}
+    return found
 
 
 def _modules_of(loss: Any) -> dict[str, nn.Module]:
@@ -73,24 +74,15 @@ def _modules_of(loss: Any) -> dict[str, nn.Module]:
     return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}
 
 
-def _buffers(path: str, module: nn.Module) -> dict[str, Tensor]:
-    parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {f"{path}{name}": tensor for name, tensor in plain_state(module).items() if name not in parameters}
-
-
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the main network's state under the names of the unsplit one.
 
     Raises:
         ValueError: two stages use the same name.
     """
-    state: dict[str, Tensor] = {}
-    for k, stage in enumerate(pipe.stages):
-        for name, tensor in plain_state(stage).items():
-            if name in state:
-                raise ValueError(_SAME_NAME.format(name=name, stage=k))
-            state[name] = tensor
-    return state
+    states = [plain_state(stage) for stage in pipe.stages]
+    _refuse_same_name(states)
+    return {name: tensor for state in states for name, tensor in state.items()}
 
 
 def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
@@ -100,8 +92,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         ValueError: a name is missing or unknown, or a shape differs.
     """
     expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
-    if expected != set(state):
-        odd = sorted(expected ^ set(state))[0]
+    if odd := min(expected ^ set(state), default=""):
         problem = "no" if odd in expected else "an unknown name,"
         raise ValueError(
             f"Weights should have the names of the network's parameters and buffers. Found {problem} {odd!r}; load the weights "
@@ -121,21 +112,16 @@ def discard_unsaved_heads(pipe: Pipeline, saved: Iterable[str]) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically: it is complete or not there.
-
-    Args:
-        tensors: the tensors.
-        path: the file.
-        facts: texts to keep with them; default: none.
+    """Write a safetensors file, with texts to keep beside the tensors; it is complete or not there.
 
     Raises:
         OSError: the file cannot be written; the earlier one stays.
     """
     package, tools = (needed(name, "checkpoint", "A file of weights") for name in ("safetensors", "safetensors.torch"))
+    # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         with replacing(path) as partial:
-            # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
-            whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             tools.save_file(whole, partial, facts)
     except (OSError, package.SafetensorError) as error:
         raise OSError(f"{path} should be written. Found: {error}") from error
@@ -143,16 +129,15 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] |
 
 def check_names(pipe: Pipeline) -> None:
     """Raise ValueError before any training if two stages use the same name; all processes call it."""
-    names = {k: list(plain_state(pipe.stages[k])) for k in pipe.processes.here}
-    seen: set[str] = set()
-    for k, here in enumerate(pipe.processes.by_stage(names)):
-        for name in here:
-            if name in seen:
-                raise ValueError(_SAME_NAME.format(name=name, stage=k))
-        seen |= set(here)
+    _refuse_same_name(pipe.processes.by_stage({k: list(plain_state(pipe.stages[k])) for k in pipe.processes.here}))
 
 
-_SAME_NAME = (
-    "Stages should keep the distinct names of the unsplit network, as `nwise.split` does. Found {name!r} in stage {stage} and in "
-    "an earlier one; give custom stages a name with `nwise.Chain({{'first': stage}})`."
-)
+def _refuse_same_name(stages: Iterable[Iterable[str]]) -> None:
+    owners: dict[str, int] = {}
+    for k, names in enumerate(stages):
+        for name in names:
+            if owners.setdefault(name, k) != k:
+                raise ValueError(
+                    f"Stages should keep the distinct names of the unsplit network, as `nwise.split` does. Found {name!r} in "
+                    f"stage {k} and in an earlier one; give custom stages a name with `nwise.Chain({{'first': stage}})`."
+                )

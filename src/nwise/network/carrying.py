@@ -13,9 +13,8 @@ A tensor that crosses a boundary is a message, and its gradient comes back as th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,46 +26,34 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 _FIRST = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True)
-class _Reads:
-    """Names that a piece reads.
+class _Reads(NamedTuple):
+    """Names that a piece reads."""
 
-    Args:
-        by_position: whether the output of the piece before is its first argument, not the one named `hidden`.
-        names: arguments that are read by name.
-        required: names without a default.
-        all: whether the piece takes any name.
-    """
-
-    by_position: bool
+    by_position: bool  # the output of the piece before is its first argument, not the one named `hidden`
     names: frozenset[str]
-    required: tuple[str, ...]
-    all: bool
+    required: tuple[str, ...]  # those without a default
+    all: bool  # it takes any name
 
 
 class Carrier(Chain):
     """A stage whose pieces read by name.
 
-    Args:
-        pieces: modules by name, in the order they run.
-        later: names that later stages read; None for all names.
-        begins: whether this is the first stage, whose first piece takes the inputs of the network.
-        ends: whether this is the last stage, which returns the result of its last piece.
+    Later stages read the names `later`, or all if it is None. The first stage's first piece takes the inputs of the network; the
+    last stage returns the result of its last piece.
     """
 
     def __init__(
-        self, pieces: Mapping[str, nn.Module], later: Collection[str] | None, *, begins: bool, ends: bool
+        self, pieces: Mapping[str, nn.Module], later: frozenset[str] | None, *, begins: bool, ends: bool
     ) -> None:
         super().__init__(pieces)
         self._begins, self._ends = begins, ends
         self._reads = [_reads(name, piece) for name, piece in pieces.items()]
         # The names that are still read after each piece, by later pieces and later stages. Everything else is freed.
-        names = None if later is None else frozenset(later)
-        self._needed = [_union(names, *self._reads[i + 1 :]) for i in range(len(self._reads))]
+        self._needed = [_union(later, self._reads[i + 1 :]) for i in range(len(self._reads))]
 
     def like(self, pieces: Mapping[str, nn.Module]) -> Carrier:
         """Make a head of other pieces, which ends where the network does."""
-        return Carrier(pieces, (), begins=False, ends=True)
+        return Carrier(pieces, frozenset(), begins=False, ends=True)
 
     def entry_module(self, *, by_name: bool) -> nn.Module:
         return self if by_name else next(iter(self.pieces().values()))
@@ -92,20 +79,19 @@ class Carrier(Chain):
         self, name: str, piece: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], Any]:
         """Run the network's first piece on the inputs that its forward takes; return all inputs by name, and its output."""
-        reads, signature = self._reads[0], inspect.signature(_unwrapped(piece).forward)
-        later = self._needed[0]
-        own = {key: x for key, x in named.items() if reads.all or key in signature.parameters}
+        later, signature = self._needed[0], inspect.signature(_unwrapped(piece).forward)
+        own = {key: x for key, x in named.items() if self._reads[0].all or key in signature.parameters}
         if unknown := [key for key in named if key not in own and later is not None and key not in later]:
             raise TypeError(
                 f"The network's inputs should be read by a piece. Found {', '.join(unknown)}, which none reads."
             )
         try:
-            bound = signature.bind(*inputs, **own)
+            bound = signature.bind(*inputs, **own).arguments
         except TypeError as error:
             raise TypeError(
                 f"{name!r} should get the inputs that its forward takes. Found otherwise: {error}."
             ) from error
-        given = {key: x for key, x in bound.arguments.items() if signature.parameters[key].kind in (*_NAMED, *_FIRST)}
+        given = {key: x for key, x in bound.items() if signature.parameters[key].kind in (*_NAMED, *_FIRST)}
         return {**given, **named}, piece(*inputs, **own)
 
 
@@ -143,10 +129,12 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"`at` should be a list of names of pieces. Found {at!r}.")
     groups = group_pieces(dict(pieces), at)
-    last = len(groups) - 1
-    reads = [[_reads(name, piece) for name, piece in group.items()] for group in groups]
-    later = [_union(frozenset(), *(one for group in reads[k + 1 :] for one in group)) for k in range(len(groups))]
-    return [Carrier(group, later[k], begins=k == 0, ends=k == last) for k, group in enumerate(groups)]
+    stages: list[Carrier] = []
+    later: frozenset[str] | None = frozenset()
+    for k, group in reversed([*enumerate(groups)]):
+        stages.insert(0, Carrier(group, later, begins=k == 0, ends=not stages))
+        later = _union(later, (_reads(name, piece) for name, piece in group.items()))
+    return stages
 
 
 def _unwrapped(piece: nn.Module) -> nn.Module:
@@ -183,7 +171,7 @@ def _reads(name: str, piece: nn.Module) -> _Reads:
     return _Reads(by_position, frozenset(names) - {slot}, required, takes_all)
 
 
-def _union(names: frozenset[str] | None, *others: _Reads) -> frozenset[str] | None:
+def _union(names: frozenset[str] | None, others: Iterable[_Reads]) -> frozenset[str] | None:
     """Return the names that are in a set or that a piece reads; None for all."""
     for one in others:
         names = None if names is None or one.all else names | one.names

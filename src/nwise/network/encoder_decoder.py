@@ -10,6 +10,8 @@ which the first block of each half computes for all others.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
@@ -38,16 +40,10 @@ def _t5_begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tens
     return _begin_decoder(piece, dropout(x, context.config.dropout_rate, piece.training), context)
 
 
-def _t5_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    mask, bias = context.mask(x, "bidirectional"), context.given.get(_BIAS)
-    x, context.given[_BIAS], _ = piece(x, mask, bias, **context.attention())
-    return x
-
-
-def _t5_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    mask, bias = context.mask(x, "decoder"), context.given.get(_BIAS)
-    encoded, cross = context.given[_ENCODED], context.mask(x, "cross")
-    x, context.given[_BIAS], _ = piece(x, mask, bias, encoded, cross, **context.attention())
+def _t5_block(piece: nn.Module, x: Tensor, context: CallContext, decoder: bool = False) -> Tensor:
+    mask, bias = context.mask(x, "decoder" if decoder else "bidirectional"), context.given.get(_BIAS)
+    encoded = (context.given[_ENCODED], context.mask(x, "cross")) if decoder else ()
+    x, context.given[_BIAS], _ = piece(x, mask, bias, *encoded, **context.attention())
     return x
 
 
@@ -63,11 +59,11 @@ T5 = Family(
         "shared": skip,  # an untied network does not use the embedding that its halves used to share
         "encoder.embed_tokens": run,
         "encoder.dropout": run,
-        "encoder.block.*": _t5_encoder_block,
+        "encoder.block.*": _t5_block,
         "encoder.final_layer_norm": run,
         "decoder.embed_tokens": _t5_begin_decoder,
         "decoder.dropout": run,
-        "decoder.block.*": _t5_decoder_block,
+        "decoder.block.*": partial(_t5_block, decoder=True),
         "decoder.final_layer_norm": run,
         "lm_head": _t5_logits,
     },

@@ -6,7 +6,7 @@ function that calls the next module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -60,11 +60,13 @@ def _gpt2_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     return piece(x, attention_mask=mask, position_ids=context.positions(x), **context.attention())
 
 
-def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext, packed: bool = True) -> Tensor:
+def _rotary_block(
+    piece: nn.Module, x: Tensor, context: CallContext, packed: bool = True, also: Callable[..., Tensor] | None = None
+) -> Tensor:
     kind = _attention_kind(piece, context.config)
     return piece(
         x,
-        attention_mask=context.mask(x, kind, packed=packed),
+        attention_mask=context.mask(x, kind, packed=packed, also=also),
         position_ids=context.positions(x),
         position_embeddings=context.rotary(x, kind),
         **context.attention(),
@@ -72,12 +74,12 @@ def _rotary_block(piece: nn.Module, x: Tensor, context: CallContext, packed: boo
 
 
 def _gemma3_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
-    if context.config.use_bidirectional_attention:
-        window = context.config.sliding_window
-        every = torch.tensor(True, device=x.device)
-        context.overlay("full_attention", lambda sample, head, query, key: every)
-        context.overlay("sliding_attention", lambda sample, head, query, key: abs(query - key) < window)
-    return _rotary_block(piece, x, context)
+    def also(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """See positions on both sides, as far as the window reaches."""
+        full = _attention_kind(piece, context.config) == "full_attention"
+        return torch.tensor(True, device=x.device) if full else abs(query - key) < context.config.sliding_window
+
+    return _rotary_block(piece, x, context, also=also if context.config.use_bidirectional_attention else None)
 
 
 def _attention_kind(block: nn.Module, config: Any) -> str:
@@ -120,8 +122,7 @@ _GPT2 = Family(
 def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
     """Return a family of decoders with rotary positions. A network may lack some of the modules."""
     pieces = {f"{prefix}.{embedding}": _embed, f"{prefix}.{dropout}": run, f"{prefix}.layers.*": _rotary_block}
-    ends = {f"{prefix}.{norm}": run, "lm_head": _logits}
-    return Family(_TEXT, _CARRIED, {**pieces, **ends}, (f"{prefix}.rotary_emb",))
+    return Family(_TEXT, _CARRIED, {**pieces, f"{prefix}.{norm}": run, "lm_head": _logits}, (f"{prefix}.rotary_emb",))
 
 
 _LLAMA = _decoder("model", "embed_tokens", "embed_dropout", "norm")
@@ -148,9 +149,9 @@ def _vision(pieces: Mapping[str, Call]) -> Family:
     return Family(("pixel_values",), (), pieces)
 
 
-def _vit(prefix: str) -> Family:
-    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.layers.*": attend}
-    return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": _call_on_first_token})
+def _vit(prefix: str, blocks: str = "layers", classify: Call = _call_on_first_token) -> Family:
+    pieces = {f"{prefix}.embeddings": _image_embeddings, f"{prefix}.{blocks}.*": attend}
+    return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": classify})
 
 
 FAMILIES: dict[str, Family] = {
@@ -173,14 +174,7 @@ FAMILIES: dict[str, Family] = {
     "ElectraForSequenceClassification": _bert("electra", {"classifier": run}),
     "ViTForImageClassification": _vit("vit"),
     "DeiTForImageClassification": _vit("deit"),
-    "Dinov2ForImageClassification": _vision(
-        {
-            "dinov2.embeddings": _image_embeddings,
-            "dinov2.encoder.layer.*": attend,
-            "dinov2.layernorm": run,
-            "classifier": _call_on_first_and_mean,
-        }
-    ),
+    "Dinov2ForImageClassification": _vit("dinov2", "encoder.layer", _call_on_first_and_mean),
     "CLIPForImageClassification": _vision(
         {
             "vision_model.embeddings": _image_embeddings,
@@ -200,12 +194,7 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "ResNetForImageClassification": _vision(
-        {
-            "resnet.embedder": run,
-            "resnet.encoder.stages.*.layers.*": run,
-            "resnet.pooler": run,
-            "classifier": run,
-        }
+        {"resnet.embedder": run, "resnet.encoder.stages.*.layers.*": run, "resnet.pooler": run, "classifier": run}
     ),
     "ConvNextForImageClassification": _vision(
         {

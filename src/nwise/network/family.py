@@ -28,7 +28,6 @@ class CallContext:
         self.given = given
         self.shared = shared
         self._masks: dict[str, Tensor | None] = {}
-        self._overlays: dict[str, Callable[..., Tensor]] = {}
         self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
 
     def positions(self, x: Tensor) -> Tensor:
@@ -41,37 +40,35 @@ class CallContext:
         causal = getattr(getattr(self.config, "vision_config", self.config), "is_causal", None)  # CLIP has two parts
         return {} if causal is None else {"is_causal": causal}
 
-    def overlay(self, kind: str, allows: Callable[..., Tensor]) -> None:
-        """Add pairs of positions to a kind of mask: `allows` tells, from sample, head, query and key, whether they are seen."""
-        self._overlays[kind] = allows
-
-    def mask(self, x: Tensor, kind: str, *, packed: bool = True) -> Tensor | None:
+    def mask(
+        self, x: Tensor, kind: str, *, packed: bool = True, also: Callable[..., Tensor] | None = None
+    ) -> Tensor | None:
         """Make the attention mask as the model's own forward does; None if attention needs none.
 
         Args:
             x: the hidden state, for its shape and dtype.
             kind: full_attention, sliding_attention or bidirectional; decoder or cross in the second half of a network with two.
             packed: whether positions that begin again separate texts. Default: True.
+            also: tells, from sample, head, query and key, which other pairs of positions see each other; default: none.
         """
         if kind not in self._masks:
             from transformers import masking_utils
 
-            make = {
+            causal = {
                 "full_attention": masking_utils.create_causal_mask,
                 "sliding_attention": masking_utils.create_sliding_window_causal_mask,
                 "decoder": masking_utils.create_causal_mask,
-                "bidirectional": masking_utils.create_bidirectional_mask,
-                "cross": masking_utils.create_bidirectional_mask,
-            }[kind]
+            }
+            make = causal.get(kind, masking_utils.create_bidirectional_mask)
             name = "decoder_attention_mask" if kind == "decoder" else "attention_mask"
             given = {"config": self.config, "inputs_embeds": x, "attention_mask": self.given.get(name)}
             if kind == "cross":
                 given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
-            elif kind != "bidirectional":
+            elif kind in causal:
                 cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before 5.24
                 given |= {cache: None, "position_ids": self.positions(x) if packed else None}
-            if kind in self._overlays:
-                given["or_mask_function"] = self._overlays[kind]
+            if also is not None:
+                given["or_mask_function"] = also
             self._masks[kind] = make(**given)
         return self._masks[kind]
 

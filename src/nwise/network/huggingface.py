@@ -7,8 +7,10 @@ masks and position ids travel from stage to stage with the hidden state.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +29,8 @@ __all__ = ["HuggingFaceStage", "family_for"]
 class HuggingFaceStage(Chain):
     """A stage of a Hugging Face network: some of its modules, called as the network's own forward calls them.
 
-    Args:
-        pieces: the stage's modules by their names in the model, in the order they run.
-        family: the family of the model, which knows how to call them.
-        kind: the model's class.
-        config: the model's configuration.
-        shared: modules without weights that every stage needs, by name; the stage copies them.
-        begins: whether this is the first stage, which takes the model's inputs.
-        ends: whether this is the last stage, whose output is the model's.
+    `kind` and `config` are the model's class and configuration. The stage copies the modules without weights that every stage
+    needs (`shared`). The first stage takes the model's inputs, and the output of the last one is the model's.
     """
 
     def __init__(
@@ -49,11 +45,7 @@ class HuggingFaceStage(Chain):
         ends: bool,
     ) -> None:
         super().__init__(pieces)
-        self.family = family
-        self.kind = kind
-        self.config = config
-        self.begins = begins
-        self.ends = ends
+        self.family, self.kind, self.config, self.ends = family, kind, config, ends
         self.input_names = family.inputs if begins else (HIDDEN_STATES, *family.carried)
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)
@@ -80,16 +72,13 @@ class HuggingFaceStage(Chain):
         if not torch.compiler.is_compiling():
             refuse_settings(self.config)
 
-    def _restore(self) -> None:
-        with torch.no_grad():
-            for name, value in self._restored.items():
-                self.get_buffer(name).copy_(value)
-        self._restored = {}
-
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor | Tensors | dict[str, Tensor]:
         self.check_origin()
         if self._restored:
-            self._restore()
+            with torch.no_grad():
+                for name, value in self._restored.items():
+                    self.get_buffer(name).copy_(value)
+            self._restored = {}
         wanted = self.input_names
         if len(inputs) > len(wanted):
             raise ValueError(
@@ -120,13 +109,18 @@ def family_for(model: nn.Module) -> Family:
     Raises:
         ValueError: the class is unknown.
     """
-    name = type(model).__name__
-    if name not in FAMILIES:
+    if (name := type(model).__name__) not in FAMILIES:
         raise ValueError(
             f"A Hugging Face model should be of a class in `nwise.network.families`. Found {name}.{hint(name, FAMILIES)} "
             "Write its stages yourself, or add a `Family`."
         )
     return FAMILIES[name]
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Check for a model of transformers without importing the package: a model that exists has imported it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def run_model(model: nn.Module, inputs: Tensors) -> Any:
@@ -165,15 +159,6 @@ def refuse_settings(config: Any) -> None:
             raise ValueError(f"`config.{name}` should be False. Found {getattr(config, name)}, {remedy}.")
 
 
-def refuse_left_out_blocks(config: Any, blocks: int) -> None:
-    """Raise ValueError if a decoder runs fewer than all of its blocks."""
-    if getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks:
-        raise ValueError(
-            f"`config.num_hidden_layers` should be the network's {blocks} blocks, because stages run all of them. Found "
-            f"{config.num_hidden_layers}; delete the other blocks, or correct the setting."
-        )
-
-
 def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
     """Compute the buffers that are not in the state dict of a model, by name, from its class and configuration."""
     with preserved():
@@ -183,20 +168,20 @@ def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, torch.empty_like(buffer, device="cpu"))
         for module in model.modules():
-            if any(True for _ in module.buffers(recurse=False)):
-                model._init_weights(
-                    module
-                )  # as transformers does after it has read a file; parameters on meta stay there
+            if module._buffers:  # as transformers does after it has read a file; parameters on meta stay there
+                model._init_weights(module)
     return unsaved_buffers(model)
 
 
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
-    family = family_for(model)
-    refuse_left_out_blocks(model.config, sum(name.split(".")[-1].isdecimal() for group in groups for name in group))
+    family, config = family_for(model), cast(Any, model.config)
+    blocks = sum(name.split(".")[-1].isdecimal() for group in groups for name in group)
+    if getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks:  # of a decoder
+        raise ValueError(
+            f"`config.num_hidden_layers` should be the network's {blocks} blocks, because stages run all of them. Found "
+            f"{config.num_hidden_layers}; delete the other blocks, or correct the setting."
+        )
     shared = {name: model.get_submodule(name) for name in family.shared}
-    last = len(groups) - 1
-    return [
-        HuggingFaceStage(group, family, type(model), model.config, shared, begins=k == 0, ends=k == last)
-        for k, group in enumerate(groups)
-    ]
+    make = partial(HuggingFaceStage, family=family, kind=type(model), config=config, shared=shared)
+    return [make(group, begins=group is groups[0], ends=group is groups[-1]) for group in groups]

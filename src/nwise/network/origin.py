@@ -12,6 +12,7 @@ Stages hold the network's pieces, and call none of the modules around them::
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -26,23 +27,18 @@ _SEQUENCES = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Origin:
     """The places of a stage's pieces in the network that they come from. It does not keep the network alive.
 
-    Args:
-        model: the network.
-        pieces: names of the stage's pieces in it.
-        copied: names of those of which the stage has a copy.
+    Of the pieces named in `copied` the stage has a copy.
     """
 
     def __init__(self, model: nn.Module, pieces: Iterable[str], copied: Iterable[str] = ()) -> None:
-        # Every module around a piece, by name, and every module that has a place in one of them.
-        places = dict.fromkeys(piece[:end] for piece in pieces for end in _ends(piece))
-        modules = {"": model, **{name: model.get_submodule(name) for name in places}}
-        around = dict.fromkeys(name.rpartition(".")[0] for name in places)
+        # Every piece and every module around one, and each of these in its own module around it: a.b.c -> a, a.b, a.b.c
+        places = dict.fromkeys(place for name in pieces for place in accumulate(name.split("."), "{}.{}".format))
+        modules = {name: model.get_submodule(name) for name in ("", *places)}
+        links = [(name, *name.rpartition(".")[::2]) for name in places]
+        self._links = [(name, ref(modules[owner]), key, ref(modules[name])) for name, owner, key in links]
         self._around = [
-            (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name])) for name in around
-        ]
-        self._links = [
-            (name, ref(modules[name.rpartition(".")[0]]), name.rpartition(".")[2], ref(modules[name]))
-            for name in places
+            (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name]))
+            for name in dict.fromkeys(owner for _, owner, _ in links)
         ]
         self._copied = [(name, ref(modules[name]), _values(modules[name])) for name in copied]
 
@@ -50,8 +46,7 @@ class Origin:
         """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
         for name, parent, key, child in self._links:
             owner = parent()
-            if owner is not None and owner._modules.get(key) is not child():
-                found = owner._modules.get(key)
+            if owner is not None and (found := owner._modules.get(key)) is not child():
                 raise ValueError(
                     f"{name!r} of the network should be the module that was split, which the stages hold. Found "
                     f"{'none' if found is None else f'another one, {type(found).__name__}'}, in its place; change the network "
@@ -77,7 +72,6 @@ class Origin:
                     f"{who} should have no hooks, because its stages call the modules inside it and never itself. Found a hook; "
                     "remove it, or register it on those modules."
                 )
-
         for name, copied, values in self._copied:
             module = copied()
             for key, before in values.items() if module is not None else ():
@@ -108,8 +102,3 @@ def _differs(now: Any, before: Any) -> bool:
     return not now.is_meta and not torch.allclose(
         now.detach().cpu().double(), values.cpu().double(), rtol=near, atol=0.0
     )
-
-
-def _ends(name: str) -> list[int]:
-    """Return where the names of the modules around a module, and its own, end in its name."""
-    return [*(i for i, character in enumerate(name) if character == "."), len(name)]

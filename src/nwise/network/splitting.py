@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from nwise._torch import is_compiled, uncompiled
 from nwise.checks import hint
-from nwise.modes import evaluating, training
 from nwise.network import huggingface
 from nwise.network.chain import Chain, group_pieces
+from nwise.network.comparison import refuse_difference
+from nwise.network.huggingface import is_hugging_face as is_hugging_face
 from nwise.network.origin import Origin
-from nwise.randomness import seeded
-from nwise.tensors import Input, Tensors, as_tuple, call, each, names, run_module
+from nwise.network.tied import refuse_tied
+from nwise.tensors import Input, Tensors, as_tuple, call
+
+# Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
+_YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
+_LIBRARIES = ("torch.", "transformers.")
+_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
+_RULE = (
+    "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
+    "give the functions between them by `before=`, or write the stages yourself."
+)
+_HF_RULE = (
+    "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
+)
 
 
 def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
@@ -95,34 +102,32 @@ def split(
             "`model` should be the network inside a PEFT model, `model.get_base_model()`, which has the adapters, but not what "
             f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
-    compiled = is_compiled(model)
-    model = uncompiled(model)
-    if compiled:
+    if is_compiled(model):
         warnings.warn(
             "`model` is compiled, and its stages are not: they never call the compiled model. Compile parts of the stages with "
             "`nwise.compile_module`, or compile modules inside the model before you split it.",
             stacklevel=2,
         )
+    model = uncompiled(model)
     names = even_starts(model, at, before) if isinstance(at, int) else at
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
-    kept = {name for stage in stages for name in stage.state_dict()}
-    lost = sorted(set(model.state_dict()) - kept)
-    if lost:
+    if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a child module."
         )
-    _refuse_tied(stages, tied)
+    refuse_tied(stages, tied)
     own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
     for stage in stages:
-        places = [name for name in stage.places() if name in own]
-        copies = [name for name in places if stage.get_submodule(name) is not own[name]]
-        stage.origin = Origin(model, places, [name for name in copies if not huggingface.changes_itself(own[name])])
+        places = {name: own[name] for name in stage.places() if name in own}
+        copied = [name for name, module in places.items() if stage.get_submodule(name) is not module]
+        stage.origin = Origin(model, places, [name for name in copied if not huggingface.changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
-        _compare(model, stages, as_tuple(example, "`example`"))
+        rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
+        refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
     elif not unchecked:
         _refuse_custom_forward(model, pieces)
     return stages
@@ -141,13 +146,15 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
     """Name the first piece of each later stage, for numbers of blocks that differ by at most one."""
     blocks: list[str] = []
     pieces: dict[str, nn.Module] = {}
-    for depth in count():  # open sequences, the outer ones first, until there are enough blocks
+    # Open sequences, the outer ones first, until there are enough blocks. A stem, blocks a to e, a classifier:
+    #
+    #     depth 0    stem | features | fc              one block of each class
+    #     depth 1    stem | a | b | c | d | e | fc     five of one class
+    for depth in count():
         before_that, pieces = pieces, _pieces(model, partial(_is_sequence_above, depth), before)
-        if pieces.keys() == before_that.keys():
-            break
         if len(found := repeated_blocks(pieces)) > len(blocks):
             blocks, kind = found, type(pieces[found[0]]).__name__
-        if num_stages <= len(blocks):
+        if num_stages <= len(blocks) or pieces.keys() == before_that.keys():
             break
     if not 1 <= num_stages <= len(blocks):
         raise ValueError(
@@ -155,61 +162,6 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
             f"Found {num_stages}."
         )
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
-
-
-def untie(model: nn.Module) -> list[str]:
-    """Copy, in place, every parameter and buffer that is used in two places, such as GPT-2's embedding and output.
-
-    With losses on several stages a tied value would have several credits, and on two devices two values. For a Hugging Face
-    network this also changes the configuration, so the network is saved and loaded untied.
-
-    Args:
-        model: the network, which is changed.
-
-    Returns:
-        Names of the copies.
-
-    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> b.weight = a.weight
-    >>> untie(nn.Sequential(a, b))
-    ['1.weight']
-    """
-    new: list[str] = []
-    _copy_second_places(model, "", set(), new)
-    for part in model.modules():
-        if new and is_hugging_face(part):
-            part.config.tie_word_embeddings = False  # type: ignore[union-attr]
-            setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - the names that save_pretrained omits
-    return new
-
-
-def _copy_second_places(module: nn.Module, path: str, seen: set[int], new: list[str]) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) in seen:
-            parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            setattr(module, name, parameter)
-            new.append(path + name)
-        seen.add(id(parameter))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and id(buffer) in seen:
-            setattr(module, name, buffer.clone())
-            new.append(path + name)
-    seen.update(map(id, module._buffers.values()))
-    for name, child in list(module._modules.items()):
-        if child is None:
-            continue
-        if id(child) in seen and child.state_dict():
-            child = copy.deepcopy(child)
-            module._modules[name] = child
-            new.extend(f"{path}{name}.{inner}" for inner in child.state_dict())
-        seen.add(id(child))
-        _copy_second_places(child, f"{path}{name}.", seen, new)
-
-
-def is_hugging_face(model: nn.Module) -> bool:
-    """Check for a model of transformers without importing the package: a model that exists has imported it."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _pieces(
@@ -234,28 +186,29 @@ def _with_functions(
     pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, nn.Module]:
     """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
+    # A function before a sequence that is cut goes before its first module.
+    first: dict[str, str] = {}
+    for owner, function in functions.items():
+        inside = [name for name in pieces if f"{name}.".startswith(f"{owner}.")]
+        if not inside:
+            raise ValueError(
+                f"`before` should name pieces of the network: {', '.join(pieces)}. Found {owner!r}.{hint(owner, pieces)}"
+            )
+        if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
+            raise ValueError(
+                f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with "
+                "parameters belongs to the network."
+            )
+        first[owner] = inside[0]
     result: dict[str, nn.Module] = {}
     for name, piece in pieces.items():
-        # A function before a sequence that is cut goes before its first module.
         for owner, function in functions.items():
-            if f"{name}.".startswith(f"{owner}.") and not any(f"{other}.".startswith(f"{owner}.") for other in result):
+            if first[owner] == name:
                 path, _, last = owner.rpartition(".")
-                result[f"{path}.before_{last}".removeprefix(".")] = _as_function(owner, function)
+                made = function if isinstance(function, nn.Module) else Function(function)
+                result[f"{path}.before_{last}".removeprefix(".")] = made
         result[name] = piece
-    if unknown := [owner for owner in functions if not any(f"{name}.".startswith(f"{owner}.") for name in pieces)]:
-        raise ValueError(
-            f"`before` should name pieces of the network: {', '.join(pieces)}. Found {unknown[0]!r}.{hint(unknown[0], pieces)}"
-        )
     return result
-
-
-def _as_function(owner: str, function: Callable[..., Any]) -> nn.Module:
-    if not callable(function) or (isinstance(function, nn.Module) and list(function.parameters())):
-        raise ValueError(
-            f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with parameters "
-            "belongs to the network."
-        )
-    return function if isinstance(function, nn.Module) else Function(function)
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
@@ -285,7 +238,7 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
 
 def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    opened = {name[:i] for name in pieces for i, character in enumerate(name) if character == "."}
+    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
     for path in ["", *sorted(opened)]:
         module = model.get_submodule(path)
         if lost := _custom(module, known=is_hugging_face(model)):
@@ -307,93 +260,3 @@ def _custom(module: nn.Module, *, known: bool) -> str:
     methods = {name: getattr(kind, name, None) for name in _YIELDS[is_list]}
     own = (name for name, method in methods.items() if method and not f"{method.__module__}.".startswith(_LIBRARIES))
     return next(own, "")
-
-
-def _refuse_tied(stages: Sequence[Chain], tied: str) -> None:
-    if tied not in ("refuse", "sum"):
-        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
-    ends = (0, len(stages) - 1)
-    places: dict[int, tuple[int, str]] = {}
-    for k, stage in enumerate(stages):
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            first, other = places.setdefault(id(tensor), (k, name))
-            if first != k and not (tied == "sum" and (first, k) == ends):
-                hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
-                raise ValueError(
-                    f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
-                    f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
-                    f"values. `nwise.untie(model)` makes a copy for each.{hint}"
-                )
-
-
-def _compare(model: nn.Module, stages: Sequence[nn.Module], example: Tensors) -> None:
-    """Compare the stages with the model in eval mode, then in training mode, with the same random numbers."""
-    rule = _HF_RULE if is_hugging_face(model) else _RULE
-    run = huggingface.run_model if is_hugging_face(model) else call
-
-    def run_model() -> Tensors:
-        with _repeatable(model, example):
-            return as_tuple(run(model, each(example, torch.clone)), "The output of `model`")
-
-    def run_stages() -> Tensors:
-        hidden = each(example, torch.clone)
-        with _repeatable(model, example):
-            for stage in stages:
-                hidden = run_module(stage, hidden, "The output of a stage")
-        return hidden
-
-    with evaluating(model, *stages):
-        try:
-            expected, found = run_model(), run_stages()
-        except Exception as error:
-            advice = " Give the example by position, unless the first piece has these names." if names(example) else ""
-            raise ValueError(f"{rule} Found that they cannot: {str(error).rstrip('.')}.{advice}") from error
-    _refuse_difference(rule, found, expected, "")
-    with training(model, *stages):
-        try:
-            expected = run_model()
-        except Exception:  # such as batch norm of one sample: there is nothing to compare with
-            return
-        try:
-            found = run_stages()
-        except Exception as error:
-            raise ValueError(f"{rule} Found that they cannot in training mode: {str(error).rstrip('.')}.") from error
-    _refuse_difference(rule, found, expected, " in training mode")
-
-
-def _refuse_difference(rule: str, found: Tensors, expected: Tensors, mode: str) -> None:
-    try:
-        torch.testing.assert_close(found, expected, equal_nan=True)  # up to the rounding of their dtype
-    except AssertionError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{rule} Found another output for `example`{mode}: {reason}") from error
-
-
-@contextmanager
-def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
-    """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
-    random.seed(0), np.random.seed(0)  # noqa: NPY002
-    try:
-        with seeded(0, example[0].device):
-            yield
-    finally:
-        random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
-        for buffer, values in buffers:
-            # Batch norm changes its statistics without a new version. One that is equal may be expanded and refuse a copy.
-            if not buffer.is_meta and not torch.equal(buffer, values):
-                buffer.copy_(values)
-
-
-# Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
-_YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
-_LIBRARIES = ("torch.", "transformers.")
-_RUNS_CHILDREN = (nn.Sequential.forward, Chain.forward)
-_RULE = (
-    "The children of `model`, run in the order they were registered, should compute what the model does; otherwise "
-    "give the functions between them by `before=`, or write the stages yourself."
-)
-_HF_RULE = (
-    "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
-)

@@ -27,13 +27,14 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def emptied_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> list[str]:
     """Return the names of buffers without values that a function, such as that of `to_empty`, would give meaningless ones."""
-    empty = [name for name, buffer in unsaved_buffers(module).items() if buffer.is_meta]
-    return [name for name in empty if not _begins_at_zero(module, name) and not fn(module.get_buffer(name)).is_meta]
-
-
-def _begins_at_zero(module: nn.Module, name: str) -> bool:
-    """Return whether every step sets the buffer to zero before it reads it."""
-    return isinstance(module.get_submodule(name.rpartition(".")[0]), DeferredBatchNorm)
+    return [
+        name
+        for name, buffer in unsaved_buffers(module).items()
+        if buffer.is_meta
+        # Every step sets those of a `DeferredBatchNorm` to zero before it reads them.
+        and not isinstance(module.get_submodule(name.rpartition(".")[0]), DeferredBatchNorm)
+        and not fn(buffer).is_meta
+    ]
 
 
 def refuse_buffers(names: Iterable[str]) -> None:

@@ -2,7 +2,11 @@
 
 If a loss's gradient travels through only N stages, stages learn at different scales, and one norm over all of them lets a
 single loss dominate. ``"loss"`` clips together the stages that learn from the same losses, and the head of a loss if only
-that head learns from it. Only the processes of a group wait for each other.
+that head learns from it. Only the processes of a group wait for each other. The groups of 2-wise with three stages::
+
+    stages and heads   0        0's head    1        1's head    2
+    learn from loss    1        0           2        1           2
+    ``"loss"``         first    second      third    first       third
 """
 
 from __future__ import annotations
@@ -21,9 +25,7 @@ from nwise.strategies import Strategy
 __all__ = ["Clip", "ClipBy", "clip_grad_norm_", "clip_groups"]
 
 ClipBy = Literal["global", "stage", "loss"]
-
-# A stage's own parameters (False) or its head's (True).
-Part = tuple[int, bool]
+Part = tuple[int, bool]  # a stage's own parameters (False) or its head's (True)
 
 
 def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) -> list[tuple[Part, ...]]:
@@ -36,14 +38,12 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
     """
     if by not in ("global", "stage", "loss"):
         raise ValueError(f"`clip_by` should be global, stage or loss. Found {by!r}.")
-    parts = [(k, False) for k in range(pipe.num_stages)] + [
-        (k, True) for k in range(pipe.num_stages) if k in pipe.heads
-    ]
     credit = cycle_credit(strategy or pipe.strategy, pipe.num_stages)
     groups: dict[object, list[Part]] = defaultdict(list)
-    for stage, is_head in parts:
-        losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
-        groups[{"global": None, "stage": stage, "loss": losses}[by]].append((stage, is_head))
+    for stage in range(pipe.num_stages):
+        for is_head in (False, True) if stage in pipe.heads else (False,):
+            losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
+            groups[{"global": None, "stage": stage, "loss": losses}[by]].append((stage, is_head))
     return sorted(tuple(sorted(group)) for group in groups.values())
 
 
@@ -87,26 +87,26 @@ class Clip:
     def _follow(self, strategy: Strategy) -> None:
         """Make the groups of a strategy."""
         self._strategy = strategy
-        self._groups = clip_groups(self._pipe, self._by, strategy)
-        self._pipe.processes.connect([_stages(group) for group in self._groups if len(_stages(group)) > 1])
+        self._groups = [(_stages(group), group) for group in clip_groups(self._pipe, self._by, strategy)]
+        self._shared = [stages for stages, _ in self._groups if len(stages) > 1]
+        self._pipe.processes.connect(self._shared)
 
     def __call__(self) -> Tensor:
         """Clip the gradients of the last step; return the norms before, of the groups with stages in this process."""
         if self._pipe.strategy != self._strategy:
             self._follow(self._pipe.strategy)
-        if any(len(_stages(group)) > 1 for group in self._groups):
-            self._pipe.processes.begin("clipping")
-        mine = [group for group in self._groups if set(_stages(group)) & set(self._pipe.processes.here)]
-        owned = self._owned()
+        processes, owned = self._pipe.processes, self._owned()
+        if self._shared:
+            processes.begin("clipping")
+        mine = [(stages, group) for stages, group in self._groups if set(stages) & set(processes.here)]
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
         # of processes, and the norm is bitwise the same.
-        rows = [(_stages(group), torch.stack([squared_norm(owned[part]) for part in group])) for group in mine]
-        norms = [squares.sum().sqrt() for squares in self._pipe.processes.sums(rows)]
-        for group, norm in zip(mine, norms, strict=True):
-            for part in group:
-                for parameters in _by_kind(owned[part]):
-                    kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()
-                    nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
+        rows = [(stages, torch.stack([squared_norm(owned[part]) for part in group])) for stages, group in mine]
+        norms = [squares.sum().sqrt() for squares in processes.sums(rows)]
+        for (_, group), norm in zip(mine, norms, strict=True):
+            for parameters in (same for part in group for same in _by_kind(owned[part])):
+                kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()
+                nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
         self._pipe.habits.after_step()
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
@@ -114,11 +114,10 @@ class Clip:
         """Return the parameters of every part; one that heads share belongs to the first part that has it."""
         owned: dict[Part, list[nn.Parameter]] = {}
         seen: set[nn.Parameter] = set()
-        for stage, is_head in (part for group in self._groups for part in group):
+        for stage, is_head in (part for _, group in self._groups for part in group):
             module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
-            parameters = [] if module is None else [p for p in module.parameters() if p not in seen]
-            owned[stage, is_head] = parameters
-            seen.update(parameters)
+            owned[stage, is_head] = [] if module is None else [p for p in module.parameters() if p not in seen]
+            seen.update(owned[stage, is_head])
         return owned
 
 
@@ -156,8 +155,7 @@ def _stages(group: Iterable[Part]) -> tuple[int, ...]:
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Separate DTensors from other parameters, because no operation takes both."""
-    distributed: list[nn.Parameter] = []
-    local: list[nn.Parameter] = []
+    kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
     for p in parameters:
-        (distributed if is_dtensor(p) else local).append(p)
-    return [kind for kind in (distributed, local) if kind]
+        kinds[is_dtensor(p)].append(p)
+    return list(kinds.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -56,29 +56,29 @@ class Fused:
             )
 
 
-# From the module that calls a layer of `outs` outputs and `ins` inputs to the sizes and number of blocks.
-Rule = Callable[[nn.Module, int, int], tuple[tuple[int, ...], int] | None]
+# From the module that calls a layer of `outs` outputs and `ins` inputs to how the layer is fused, with outputs as rows.
+Rule = Callable[[nn.Module, int, int], Fused | None]
 
 
-def _as_wide_as_input(owner: nn.Module, outs: int, ins: int) -> tuple[tuple[int, ...], int] | None:
+def _as_wide_as_input(owner: nn.Module, outs: int, ins: int) -> Fused | None:
     """Queries, keys and values, or only keys and values, one after the other."""
-    return ((ins,) * (outs // ins), 1) if outs in (2 * ins, 3 * ins) else None
+    return Fused((ins,) * (outs // ins)) if outs in (2 * ins, 3 * ins) else None
 
 
-def _halves(owner: nn.Module, outs: int, ins: int) -> tuple[tuple[int, ...], int] | None:
-    return None if outs % 2 else ((outs // 2,) * 2, 1)
+def _halves(owner: nn.Module, outs: int, ins: int) -> Fused | None:
+    return None if outs % 2 else Fused((outs // 2,) * 2)
 
 
-def _groups(owner: nn.Module, outs: int, ins: int) -> tuple[tuple[int, ...], int] | None:
+def _groups(owner: nn.Module, outs: int, ins: int) -> Fused | None:
     """Queries, then keys and values of fewer heads."""
     keys = _number(owner, "num_key_value_heads") * _number(owner, "head_dim")
-    return ((outs - 2 * keys, keys, keys), 1) if 0 < keys <= outs - 2 * keys else _as_wide_as_input(owner, outs, ins)
+    return Fused((outs - 2 * keys, keys, keys)) if 0 < keys <= outs - 2 * keys else _as_wide_as_input(owner, outs, ins)
 
 
-def _heads(owner: nn.Module, outs: int, ins: int) -> tuple[tuple[int, ...], int] | None:
+def _heads(owner: nn.Module, outs: int, ins: int) -> Fused | None:
     """Query, key and value of the first head, then of the second."""
     heads = _number(owner, "num_attention_heads") or _number(owner, "num_heads")
-    return ((outs // (3 * heads),) * 3, heads) if heads and outs % (3 * heads) == 0 else None
+    return Fused((outs // (3 * heads),) * 3, heads) if heads and outs % (3 * heads) == 0 else None
 
 
 def _number(owner: nn.Module, name: str) -> int:
@@ -114,13 +114,7 @@ _SUSPECT = re.compile(r"kv|c_attn|gate_up|query_key|key_value|fused|weights_in|w
 
 
 def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module) -> Fused | None:
-    """Return how a matrix is fused; None if it is one matrix.
-
-    Args:
-        name: name of the parameter, with those of its layer and of the module around it.
-        parameter: the parameter, a matrix.
-        layer: the module that has it.
-        owner: the module around that.
+    """Return how a layer's matrix is fused, None if it is one matrix; the owner is the module around the layer.
 
     Raises:
         ValueError: the name or the shape says that it is fused, and nothing says how.
@@ -128,7 +122,7 @@ def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module
     *path, called, leaf = ["", *name.split(".")]
     dim = 1 if type(layer).__name__ == "Conv1D" else 0  # GPT-2's layer, whose weight is transposed
     outs, ins = parameter.shape[dim], parameter.shape[1 - dim]
-    rows: tuple[tuple[int, ...], int] | None = None
+    rows: Fused | None = None
     if isinstance(layer, nn.MultiheadAttention) and leaf == "in_proj_weight":
         rows = _as_wide_as_input(layer, outs, ins)
     elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
@@ -140,7 +134,7 @@ def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module
     elif called in _NAMED:
         rows = _NAMED[called](owner, outs, ins)
     if rows is not None:
-        return Fused(*rows, dim)
+        return replace(rows, dim=dim)
     in_attention = re.search("attn|attention", f"{'.'.join(path[-1:])} {type(owner).__name__}", re.IGNORECASE)
     wide = "in_proj" in called + leaf and outs >= 2 * ins
     if _SUSPECT.search(called) or wide or (in_attention and outs == 3 * ins):

@@ -44,18 +44,16 @@ def hidden_matrices(
     """
     hidden: dict[nn.Parameter, Fused | None] = {}
     for k in pipe.processes.here:
-        for what, part, ends in (
-            ("model", pipe.stages[k], k == pipe.num_stages - 1),
-            (f"heads.{k}", pipe.heads.get(k), True),
-        ):
+        for what, part in (("model", pipe.stages[k]), (f"heads.{k}", pipe.heads.get(k))):
+            ends = what != "model" or k == pipe.num_stages - 1
             found = [] if part is None else list(_matrices(part))
             for name, p, layer, owner in found[:-1] if ends else found:
-                if not p.requires_grad or p in hidden:
-                    continue
-                given = [parts for pattern, parts in (fused or {}).items() if fnmatchcase(f"{what}.{name}", pattern)]
-                hidden[p] = given[0] if given else known_parts(name, p, layer, owner)
-                if (parts := hidden[p]) is not None:
-                    parts.check(p, f"{what}.{name}")
+                if p.requires_grad and p not in hidden:
+                    whole = f"{what}.{name}"
+                    given = [parts for pattern, parts in (fused or {}).items() if fnmatchcase(whole, pattern)]
+                    hidden[p] = parts = given[0] if given else known_parts(name, p, layer, owner)
+                    if parts is not None:
+                        parts.check(p, whole)
     return hidden
 
 
@@ -102,10 +100,10 @@ class MuonWithAdam(torch.optim.Optimizer):
         known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
         for group in groups:
             rate = group.get("lr", lr)
-            hidden = [p for p in group["params"] if p in known]
-            rest = [p for p in group["params"] if p not in known]
-            muon += [{**group, "params": hidden, "lr": rate / lr * muon_lr}] if hidden else []
-            adam += [{**group, "params": rest, "lr": rate}] if rest else []
+            if hidden := [p for p in group["params"] if p in known]:
+                muon.append({**group, "params": hidden, "lr": rate / lr * muon_lr})
+            if rest := [p for p in group["params"] if p not in known]:
+                adam.append({**group, "params": rest, "lr": rate})
         self._parts: list[torch.optim.Optimizer] = []
         if muon:
             self._parts.append(torch.optim.Muon(muon, lr=muon_lr, weight_decay=weight_decay))
@@ -148,23 +146,23 @@ class MuonWithAdam(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("`closure` should be None, because several losses train a network. Found a function.")
         for part in self._parts:
-            if isinstance(part, torch.optim.Muon):
-                self._step_muon(part)
-            else:
-                part.step()
+            self._step_muon(part) if isinstance(part, torch.optim.Muon) else part.step()
 
     def _step_muon(self, muon: torch.optim.Muon) -> None:
         """Let Muon update the logical matrices of fused parameters as if each were a parameter."""
+        # For this one step Muon gets other groups and another state, with copies of the logical matrices:
+        #
+        #     qkv.weight             -> q, k, v -> Muon -> back into qkv.weight
+        #     its momentum_buffer    -> q, k, v -> Muon -> back into the state of qkv.weight
         groups, state = muon.param_groups, muon.state
         muon.param_groups = [{**group, "params": []} for group in groups]
         muon.state = type(state)(dict)
         copies: list[tuple[Tensor, Tensor]] = []
         for group, apart in zip(groups, muon.param_groups, strict=True):
             for p in group["params"]:
-                fused = self._matrices[p]
                 if p.grad is None:
                     continue
-                if fused is None:
+                if (fused := self._matrices[p]) is None:
                     apart["params"].append(p)
                     muon.state[p] = state[p]
                     continue

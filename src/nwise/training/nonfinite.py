@@ -60,11 +60,10 @@ class NonFiniteGuard:
                 f"stages do, so no update is that of one mini-batch. Found skip with {strategy.name!r}."
             )
         self._strategy = strategy
-        size = range(self._pipe.num_stages)
-        credit = cycle_credit(strategy, len(size))
+        credit = cycle_credit(strategy, self._pipe.num_stages)
         # For every loss, the stages that learn from it; for every stage, whether its own loss trains it.
-        self._learners = [{k for k in size if credit[j, k]} | {j} for j in size]
-        self._trains = [bool(credit[j, j]) for j in size]
+        self._learners = [{*row.nonzero().flatten().tolist(), j} for j, row in enumerate(credit)]
+        self._trains = credit.diagonal().bool().tolist()
         if self._policy == "skip":
             self._pipe.processes.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
 
@@ -86,39 +85,34 @@ class NonFiniteGuard:
             return []
         if self._pipe.strategy != self._strategy:
             self._follow(self._pipe.strategy)
-        bad = {k: (self._is_bad(self._pipe.stages[k]), self._head_is_bad(k)) for k in self._pipe.processes.here}
-        if self._policy == "stop":
-            wrong = [k for k, flags in bad.items() if any(flags)]
-            if wrong:  # report the loss rather than the gradients it caused
-                self._stop(next((k for k in wrong if self._wrong_losses(k)), wrong[0]))
-            return []
-        return self._skip(bad)
+        # For every stage of this process, whether its gradients are bad, and whether its head's loss or gradients are.
+        bad = {
+            k: (_is_bad(self._pipe.stages[k]), bool(self._wrong_losses(k)) or _is_bad(self._pipe.heads.get(k)))
+            for k in self._pipe.processes.here
+        }
+        if self._policy == "skip":
+            return self._skip(bad)
+        # Report the loss rather than the gradients it caused.
+        if wrong := sorted((k for k, flags in bad.items() if any(flags)), key=lambda k: not self._wrong_losses(k)):
+            self._stop(wrong[0])
+        return []
 
     def check_parameters(self) -> None:
-        """Check the values to be saved, if the policy is to stop: an update may overflow, and late gradients are not checked yet.
+        """Raise NotFiniteError if a value to be saved is not finite, and the policy is to stop; all processes call it.
 
-        All processes call it.
-
-        Raises:
-            NotFiniteError: a parameter of this process, or its gradient for a later step, is not finite.
+        An update may overflow, and gradients for later steps are not checked yet.
         """
         if self._policy != "stop":
             return
         names: dict[Tensor, str] = {p: name for name, p in self._pipe.named_parameters()}
-        saved: list[tuple[str, Tensor, Tensor]] = [("parameter", p, p) for p in names]
-        saved += [("late gradient of", p, g) for call in self._pipe.pending_gradients() for p, g in call.items()]
-        for what, p, values in saved:
+        late = [(names.get(p), g) for call in self._pipe.pending_gradients() for p, g in call.items()]
+        saved = [*(("parameter", name, p) for p, name in names.items()), *(("late gradient of", *one) for one in late)]
+        for what, name, values in saved:
             if not bool(values.isfinite().all()):
                 raise NotFiniteError(
-                    f"The {what} {names.get(p)!r} should be finite to be saved. Found that it is not after step "
+                    f"The {what} {name!r} should be finite to be saved. Found that it is not after step "
                     f"{self._pipe.steps}; lower the rate or clip, and resume from the checkpoint before."
                 )
-
-    def _is_bad(self, module: nn.Module | None) -> bool:
-        return module is not None and not math.isfinite(squared_norm(module.parameters()))
-
-    def _head_is_bad(self, stage: int) -> bool:
-        return bool(self._wrong_losses(stage)) or self._is_bad(self._pipe.heads.get(stage))
 
     def _wrong_losses(self, stage: int) -> list[int]:
         """Return the micro-batches whose loss is not finite."""
@@ -130,54 +124,42 @@ class NonFiniteGuard:
         # A bad loss spoils every stage that learns from it, and a bad gradient may come from any loss of its stage. So each
         # loss counts its bad stages, on all processes: they see the same counts, and skip the same updates. A head learns
         # from its own loss alone.
-        rows = []
-        losses = [j for j, group in enumerate(self._learners) if group & set(bad)]
-        for j in losses:
-            count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in self._learners[j])
-            rows.append((tuple(sorted(self._learners[j])), torch.tensor([float(count)])))
+        rows = {}
+        for j, group in enumerate(self._learners):
+            if group & set(bad):
+                count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in group)
+                rows[j] = tuple(sorted(group)), torch.tensor([float(count)])
         self._pipe.processes.begin("a `NonFiniteGuard`")
-        sums = self._pipe.processes.sums(rows, replicas=True)
-        bad_losses = {j for j, total in zip(losses, sums, strict=True) if total}
+        sums = self._pipe.processes.sums([*rows.values()], replicas=True)
+        bad_losses = {j for j, total in zip(rows, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]
-        for k in left_out:
-            self._forget(self._pipe.stages[k])
-        for j in bad_losses & set(bad):
-            self._forget(self._pipe.heads.get(j))
+        heads = [self._pipe.heads[str(j)] for j in bad_losses & set(bad) if j in self._pipe.heads]
+        for module in (*(self._pipe.stages[k] for k in left_out), *heads):
+            for parameter in module.parameters():
+                parameter.grad = None
+            for buffer in module.buffers():
+                if buffer in self._buffers:
+                    buffer.copy_(self._buffers[buffer])
         return left_out
-
-    def _forget(self, module: nn.Module | None) -> None:
-        for parameter in () if module is None else module.parameters():
-            parameter.grad = None
-        for buffer in () if module is None else module.buffers():
-            if buffer in self._buffers:
-                buffer.copy_(self._buffers[buffer])
 
     def _stop(self, stage: int) -> None:
         wrong, losses = self._wrong_losses(stage), self._pipe.microbatch_losses
         # A bad gradient of a stage under a delay belongs to an earlier mini-batch; heads learn from the newest.
-        is_late = not wrong and self._is_bad(self._pipe.stages[stage])
+        is_late = not wrong and _is_bad(self._pipe.stages[stage])
         step = self._pipe.steps - 1 - (int(self._pipe.staleness[stage].max()) if is_late else 0)
-        microbatch = wrong[0] if wrong else None
-        what = f"The loss of stage {stage}'s head" if wrong else f"The gradient of stage {stage} or its head"
-        value = f"{float(losses[stage, wrong[0]])} in micro-batch {microbatch}" if wrong else "nan or infinite values"
+        what, value = f"The gradient of stage {stage} or its head", "nan or infinite values"
+        if wrong:
+            what = f"The loss of stage {stage}'s head"
+            value = f"{float(losses[stage, wrong[0]])} in micro-batch {wrong[0]}"
+        rows: list[dict[str, Any]] = []
         facts = {
             "step": step,
             "stage": stage,
             "head": stage if wrong else None,
-            "microbatch": microbatch,
+            "microbatch": wrong[0] if wrong else None,
             "losses": {f"stage {k}, micro-batch {m}": str(float(loss)) for (k, m), loss in losses.items()},
-            "parameters": self._parameters(stage),
+            "parameters": rows,
         }
-        if self._report is not None:
-            self._report(facts)
-        raise NotFiniteError(
-            f"{what} should be a finite number. Found {value} of step {step}; lower the rate, clip, or skip such "
-            "mini-batches (`on_nan`)."
-        )
-
-    def _parameters(self, stage: int) -> list[dict[str, Any]]:
-        """Describe each of a stage's parameters and gradients."""
-        rows = []
         for owner, module in (("model", self._pipe.stages[stage]), (f"heads.{stage}", self._pipe.heads.get(stage))):
             for name, p in () if module is None else module.named_parameters():
                 row: dict[str, Any] = {"name": f"{owner}.{plain_name(name)}", "not_finite": int((~p.isfinite()).sum())}
@@ -185,4 +167,13 @@ class NonFiniteGuard:
                     row["gradient_not_finite"] = int((~p.grad.isfinite()).sum())
                     row["gradient_largest"] = str(float(p.grad.nan_to_num(0, 0, 0).abs().max()))
                 rows.append(row)
-        return rows
+        if self._report is not None:
+            self._report(facts)
+        raise NotFiniteError(
+            f"{what} should be a finite number. Found {value} of step {step}; lower the rate, clip, or skip such "
+            "mini-batches (`on_nan`)."
+        )
+
+
+def _is_bad(module: nn.Module | None) -> bool:
+    return module is not None and not math.isfinite(squared_norm([*module.parameters()]))
