@@ -17,9 +17,8 @@ from nwise.app.cli.output import Output
 from nwise.app.cli.report import _print_comparison
 from nwise.app.recipes import ImageSource, recipe
 from nwise.app.report.charts import gantt, utilisation
-from nwise.app.report.display import LiveDisplay, PlainDisplay, display_for
+from nwise.app.report.display import Forecast, LiveDisplay, PlainDisplay, display_for
 from nwise.app.report.figures import Curve, compare_figure, flow_figure
-from nwise.app.report.forecast import Forecast
 from nwise.app.report.grid import Picture, row_names
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Score, Scores, Trainer
@@ -71,7 +70,7 @@ class Clock:
 def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the first test of the paper's ResNet took six minutes without a word, and 40 hours of training followed."""
     clock = Clock()
-    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.app.report.display.time", clock)
     monkeypatch.setattr("nwise.app.report.display.time", clock)
     config = dataclasses.replace(recipe("digits"), epochs=100)
     trainer = Trainer(config)
@@ -101,7 +100,7 @@ def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.Monke
 
 def test_fast_run_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.app.report.display.time", clock)
     forecast = Forecast(Trainer(recipe("digits")))
     for done in range(1, 4):
         clock.now += 4

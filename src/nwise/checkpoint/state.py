@@ -155,14 +155,14 @@ def restore(
     group: dist.ProcessGroup | None = None,
     *,
     settings: bool = True,
-) -> str:
+) -> list[str]:
     """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
 
     Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state. With `settings`
     its groups get the options of the checkpoint, as `load_state_dict` does in torch.
 
     Returns:
-        The differences from the saved state, in one line; empty if there are none.
+        The differences from the saved state; empty if there are none.
 
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
@@ -224,7 +224,7 @@ def restore(
     )
     lost = 0 if kept else int(facts.get("due", 0))
     dropped = f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}"
-    return "; ".join([*([changes] if changes else []), *([dropped] if lost else [])])
+    return [*changes, *([dropped] if lost else [])]
 
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:
@@ -279,8 +279,8 @@ def _differences(
     sizes: Mapping[str, Size],
     local: list[Any],
     optimizer: torch.optim.Optimizer | None,
-) -> str:
-    """Describe in one line how the pipeline of all processes differs from the saved one.
+) -> list[str]:
+    """Describe how the pipeline of all processes differs from the saved one.
 
     `local` has this process's new heads, the names in the checkpoint that it uses, its losses with fresh buffers, and notes.
     """
@@ -309,7 +309,7 @@ def _differences(
     if losses:
         changes.append(f"fresh buffers of the losses at stages {', '.join(map(str, losses))}")
     changes += dict.fromkeys(note for part in parts for note in part[3])
-    return "; ".join(changes)
+    return changes
 
 
 def _read_device(tensor: Tensor) -> torch.device | None:

@@ -62,18 +62,13 @@ class Images:
         return replace(self, pixels=pixels, labels=self.labels.to(device))
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return normalised float images ``[B, C, H, W]`` and labels ``[B]``.
-
-        Args:
-            indices: rows of the batch.
-            random: generator for the augmentation; None for evaluation.
-        """
+        """Return some normalised float images ``[B, C, H, W]`` and their labels ``[B]``; without a generator not augmented."""
         if not isinstance(self.pixels, Tensor):
             return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
         pixels = self.pixels[indices.to(self.pixels.device)]
         if random is not None and self.augmentation != "none":
             pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
-        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
+        return self._normalised(pixels, indices)
 
     def keys(self, indices: Tensor, random: torch.Generator | None) -> list[tuple[int, int | None]]:
         """Return row and seed of the crop of each image of a batch that is decoded on access; the seed is None without a crop."""
@@ -94,12 +89,11 @@ class Images:
         pixels = pixels.to(self.labels.device)
         if random is not None and self.augmentation != "none":
             pixels = augment.flip(pixels, random)
-        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
+        return self._normalised(pixels, indices)
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
-        deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
-        return (pixels.float() / 255 - mean) / deviation
+    def _normalised(self, pixels: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        mean, deviation = torch.tensor([self.mean, self.deviation], device=pixels.device)[:, :, None, None]
+        return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""
@@ -156,21 +150,11 @@ def load_images(
 ) -> tuple[Images, Images]:
     """Load training and test images through Hugging Face `datasets`.
 
-    Args:
-        source: a local folder with parquet files or image folders, a name inside ``$NWISE_DATA``, or a
-            data set of the hub.
-        hub: name on the hub if there is no local `source`.
-        num_classes: expected number of classes; None accepts any.
-        splits: names of the training and the test split.
-        augmentation: augmentation of training batches.
-        size: height and width to crop to (ImageNet): images are decoded on access and normalised by ImageNet's
-            statistics. None (CIFAR): all images have one size, stay decoded in memory, and are normalised by the statistics
-            of the training images.
-        limit: numbers of training and test images to keep, drawn by `seed`; None for all.
-        shrink: side in pixels of the squares averaged into one pixel; only without `size`.
-        withheld: share of the training images, drawn by `seed`, to test on instead of the test images. Settings can then be
-            chosen without looking at those.
-        seed: seed of these draws.
+    The arguments are the fields of `nwise.app.recipes.ImageSource`, its two limits in one, and the seed that draws the images to
+    keep or withhold. Without `num_classes` any number will do.
+
+    With `size` (ImageNet) images are decoded on access and normalised by ImageNet's statistics. Otherwise (CIFAR) they have one
+    size, stay decoded in memory, and are normalised by the statistics of the training images.
 
     Raises:
         ValueError: a damaged image or an invalid label, by file and row (labels also of images that `limit` leaves out); a
@@ -197,7 +181,7 @@ def load_images(
     own = [_Table(table, classes) for table in train_tables]
     if num_classes is not None and len(classes) != num_classes:
         raise ValueError(_extra_class(own, classes, num_classes))
-    train = _together(own)
+    train = _Labelled.join(own)
     if withheld:
         order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
         share = max(1, round(withheld * len(order)))
@@ -207,21 +191,17 @@ def load_images(
             )
         train, test = train.pick(order[share:]), train.pick(order[:share])
     else:
-        test = _together([_Table(table, classes) for table in test_tables])
-    parts = [rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True)]
-    pixels: list[Tensor | LazyImages] = [rows.images for rows in parts]
-    statistics = _IMAGENET
-    if size is None:
-        stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
-        height, size = stacked[0].shape[-2:]
-        if height != size:
-            raise ValueError(f"Images should be square, or `size` be given. Found {height} x {size}.")
-        pixels = [*stacked]
-        statistics = _statistics(stacked[0])
-    return (
-        Images(pixels[0], parts[0].labels, classes, *statistics, augmentation, size),
-        Images(pixels[1], parts[1].labels, classes, *statistics, "none", size),
-    )
+        test = _Labelled.join([_Table(table, classes) for table in test_tables])
+    train, test = (rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True))
+    if size is not None:
+        images = Images(train.images, train.labels, classes, *_IMAGENET, augmentation, size)
+        return images, replace(images, pixels=test.images, labels=test.labels, augmentation="none")
+    pixels, test_pixels = (_shrink(_stack(rows.images), shrink) for rows in (train, test))
+    height, width = pixels.shape[-2:]
+    if height != width:
+        raise ValueError(f"Images should be square, or `size` be given. Found {height} x {width}.")
+    images = Images(pixels, train.labels, classes, *_statistics(pixels), augmentation, width)
+    return images, replace(images, pixels=test_pixels, labels=test.labels, augmentation="none")
 
 
 def _shrink(pixels: Tensor, by: int) -> Tensor:
@@ -247,10 +227,8 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     values = {value for table, name in zip(tables, columns, strict=True) for value in _labels(table, name)} - {None}
     kinds = sorted({type(value).__name__ for value in values})
     if len(kinds) > 1:
-        found = " and ".join(kinds)
-        raise ValueError(
-            f"The labels of {tables[0].name} and the files beside it should be of one type. Found {found}."
-        )
+        where, found = f"{tables[0].name} and the files beside it", " and ".join(kinds)
+        raise ValueError(f"The labels of {where} should be of one type. Found {found}; convert them.")
     return tuple(map(str, sorted(values)))
 
 
@@ -312,6 +290,11 @@ class _Labelled:
     images: LazyImages
     labels: Tensor
 
+    @classmethod
+    def join(cls, tables: list[_Table]) -> _Labelled:
+        labels = [table.label(row) for table in tables for row in range(len(table))]
+        return cls(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
+
     def pick(self, indices: Tensor) -> _Labelled:
         return _Labelled(Subset(self.images, indices.tolist()), self.labels[indices])
 
@@ -320,11 +303,6 @@ class _Labelled:
         if count is None or count >= len(self.labels):
             return self
         return self.pick(torch.randperm(len(self.labels), generator=generator(seed, "subset"))[:count])
-
-
-def _together(tables: list[_Table]) -> _Labelled:
-    labels = [table.label(row) for table in tables for row in range(len(table))]
-    return _Labelled(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
 
 
 def _decode(cell: Any, where: str) -> Tensor:

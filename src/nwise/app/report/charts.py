@@ -17,6 +17,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")
 _FONT = {"family": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13}
 _GRID = "#e5e5e5"
+_HATCHING = {"fillmode": "overlay", "fgcolor": "white", "solidity": 0.25}
 
 
 def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
@@ -30,9 +31,8 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
     traces = []
     for i, (name, num_stages, curves) in enumerate(runs):
         for series in curves:
-            output = series.head == num_stages - 1
-            head = head_name(series.head, num_stages)
-            colour = i if several else series.head
+            output, head = series.head == num_stages - 1, head_name(series.head, num_stages)
+            colour, dash = i if several else series.head, _DASHES[(num_stages - 1 - series.head) % len(_DASHES)]
             traces.append(
                 {
                     "type": "scatter",
@@ -41,10 +41,7 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
                     "visible": True if output or not several else "legendonly",
                     "along": series.along,
                     "y": series.values,
-                    "line": {
-                        "color": COLOURS[colour % len(COLOURS)],
-                        "dash": _DASHES[(num_stages - 1 - series.head) % len(_DASHES)],
-                    },
+                    "line": {"color": COLOURS[colour % len(COLOURS)], "dash": dash},
                     "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
                 }
             )
@@ -62,52 +59,32 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
 
 
 def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
-    """Draw the computations of every stage over time, in the first mini-batches.
-
-    Args:
-        events: computations.
-        title: title of the time axis.
-        batches: number of mini-batches.
-    """
+    """Draw the computations of every stage in the first mini-batches over time, an axis with a title."""
     first = min(event.batch for event in events if event.action.kind is Kind.FORWARD)
     shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
-    begin = min(e.start for e in shown)
+    zero = min(e.start for e in shown)
     traces = []
     for kind in KIND_COLOURS:
-        bars = [event for event in shown if event.action.kind is kind]
-        if bars:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": f"{kind.value}  {NAMES[kind]}",
-                    "y": [e.action.stage for e in bars],
-                    "base": [float(f"{e.start - begin:.6g}") for e in bars],
-                    "x": [float(f"{e.end - e.start:.6g}") for e in bars],
-                    "marker": {
-                        "color": KIND_COLOURS[kind],
-                        "line": {"color": "white", "width": 0.5},
-                        "pattern": {
-                            "shape": ["/" if e.batch % 2 else "" for e in bars],
-                            "fillmode": "overlay",
-                            "fgcolor": "white",
-                            "solidity": 0.25,
-                            "size": 6,
-                        },
-                    },
-                    "text": [str(e.action.microbatch) for e in bars],
-                    "textposition": "inside",
-                    "insidetextanchor": "middle",
-                    "textangle": 0,
-                    "hoverinfo": "text",
-                    "hovertext": [
-                        f"{e.action} {NAMES[kind]}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars
-                    ],
-                }
-            )
+        bars = [(e, e.start - zero, e.end - zero) for e in shown if e.action.kind is kind]
+        pattern = {"shape": ["/" if e.batch % 2 else "" for e, *_ in bars], **_HATCHING, "size": 6}
+        trace = {
+            "type": "bar",
+            "orientation": "h",
+            "name": f"{kind.value}  {NAMES[kind]}",
+            "y": [e.action.stage for e, *_ in bars],
+            "base": [float(f"{begin:.6g}") for _, begin, _ in bars],
+            "x": [float(f"{end - begin:.6g}") for _, begin, end in bars],
+            "marker": {"color": KIND_COLOURS[kind], "line": {"color": "white", "width": 0.5}, "pattern": pattern},
+            "text": [str(e.action.microbatch) for e, *_ in bars],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "hoverinfo": "text",
+            "hovertext": [f"{e.action} {NAMES[kind]}<br>{begin:.4g} to {end:.4g}" for e, begin, end in bars],
+        }
+        traces += [trace] if bars else []
     stages = 1 + max(e.action.stage for e in shown)
-    layout = _layout(190 + 34 * stages, "")
-    layout |= {"barmode": "overlay", "bargap": 0.12}
+    layout = _layout(190 + 34 * stages, "") | {"barmode": "overlay", "bargap": 0.12}
     layout["xaxis"] |= {"title": {"text": title, "standoff": 6}, "rangemode": "tozero"}
     layout["yaxis"] = {"range": [stages - 0.5, -0.5], "dtick": 1, "tickprefix": "stage ", "fixedrange": True}
     layout["margin"]["l"] = 66
@@ -122,10 +99,7 @@ def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> 
             "name": name,
             "x": list(names),
             "y": [100 * value for value in values],
-            "marker": {
-                "color": COLOURS[i],
-                "pattern": {"shape": "/" if i else "", "fillmode": "overlay", "fgcolor": "white", "solidity": 0.25},
-            },
+            "marker": {"color": COLOURS[i], "pattern": {"shape": "/" if i else "", **_HATCHING}},
             "text": [f"{100 * value:.0f} %" for value in values],
             "textposition": "outside",
             "cliponaxis": False,

@@ -45,18 +45,7 @@ def embed_json(name: str, value: Any) -> str:
 
 
 def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str, Any]) -> None:
-    """Write the page, to a temporary file first.
-
-    Args:
-        path: path of the page.
-        title: title of the page.
-        body: HTML of the page's content.
-        script: name of the script's file in `assets`.
-        data: the script's data, by the name of the element that embeds it.
-
-    Raises:
-        ImportError: plotly, whose script draws the charts, is missing.
-    """
+    """Write a page that runs a script of the folder `assets`, with data by the name of the element that embeds them."""
     assets = files("nwise.app.report") / "assets"
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
@@ -86,5 +75,7 @@ def check_page(path: Path) -> None:
         partial.touch()
         partial.unlink()
     except OSError as error:
-        raise OSError(f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}") from error
+        raise OSError(
+            f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}; give another path."
+        ) from error
     plotly()

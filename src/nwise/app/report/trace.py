@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from nwise.app.report.grid import Picture, row_names
 from nwise.schedule.placement import Placement
@@ -13,53 +13,40 @@ from nwise.schedule.simulation import Event, Message
 _UNIT = 1000.0
 
 
-def chrome_trace(pictures: Sequence[Picture]) -> dict[str, Any]:
-    """Make a trace of simulated schedules, with a process for each.
+class Process(NamedTuple):
+    """A timeline to draw; times are in milliseconds, or in units of the costs."""
 
-    Returns:
-        JSON: complete events (``"X"``) for actions, flow events (``"s"``, ``"f"``) for messages. A unit of the costs
-        is a millisecond of the trace.
-    """
-    events: list[dict[str, Any]] = []
-    for process, picture in enumerate(pictures):
-        timeline = picture.timeline
-        title = f"{picture.title}; {picture.caption}"
-        events += process_events(process, title, picture.timed.schedule.placement, timeline.events, timeline.messages)
-    return make_trace(events)
+    title: str
+    placement: Placement
+    events: Sequence[Event]
+    messages: Sequence[Message]
 
 
-def make_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Wrap events in a trace."""
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+def chrome_trace(pictures: Iterable[Picture]) -> dict[str, Any]:
+    """Make a trace of simulated schedules, with a process for each."""
+    return make_trace(
+        Process(f"{p.title}; {p.caption}", p.timed.schedule.placement, p.timeline.events, p.timeline.messages)
+        for p in pictures
+    )
 
 
-def process_events(
-    process: int, title: str, placement: Placement, events: Sequence[Event], messages: Sequence[Message]
-) -> list[dict[str, Any]]:
-    """Make the events of a process of the trace, a thread per rank; times are in milliseconds, or in units of the costs."""
-    trace: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}}]
-    trace += [
-        {"name": "thread_name", "ph": "M", "pid": process, "tid": rank, "args": {"name": name}}
-        for rank, name in enumerate(row_names(placement))
-    ]
-    trace += [
-        {
-            "name": str(e.action),
-            "cat": e.action.kind.name.lower(),
-            "ph": "X",
-            "pid": process,
-            "tid": placement[e.action.stage],
-            "ts": _UNIT * e.start,
-            "dur": _UNIT * (e.end - e.start),
-            "args": {"micro-batch": e.action.microbatch, "pass": e.cycle, "mini-batch": e.batch},
-        }
-        for e in events
-    ]
-    inside = 1e-3  # both ends of an arrow are just inside the actions that the viewer attaches them to
-    for number, message in enumerate(messages):
-        common = {"name": "message", "cat": "message", "pid": process, "id": f"{process}.{number}"}
-        trace += [
-            {**common, "ph": "s", "tid": placement[message.sender], "ts": _UNIT * message.sent - inside},
-            {**common, "ph": "f", "bp": "e", "tid": placement[message.receiver], "ts": _UNIT * message.used + inside},
-        ]
-    return trace
+def make_trace(processes: Iterable[Process]) -> dict[str, Any]:
+    """Make a trace: complete events (``"X"``) for actions, a thread per rank, flow events (``"s"``, ``"f"``) for messages."""
+    trace: list[dict[str, Any]] = []
+    for pid, (title, placement, events, messages) in enumerate(processes):
+        trace.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
+        for rank, name in enumerate(row_names(placement)):
+            trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": name}})
+        for e in events:
+            kind, args = e.action.kind.name.lower(), {"micro-batch": e.action.microbatch, "pass": e.cycle}
+            times = {"ts": _UNIT * e.start, "dur": _UNIT * (e.end - e.start)}
+            where = {"ph": "X", "pid": pid, "tid": placement[e.action.stage]}
+            trace.append({"name": str(e.action), "cat": kind, **where, **times, "args": args | {"mini-batch": e.batch}})
+        inside = 1e-3  # both ends of an arrow are just inside the actions that the viewer attaches them to
+        for number, m in enumerate(messages):
+            common = {"name": "message", "cat": "message", "pid": pid, "id": f"{pid}.{number}"}
+            trace += [
+                {**common, "ph": "s", "tid": placement[m.sender], "ts": _UNIT * m.sent - inside},
+                {**common, "ph": "f", "bp": "e", "tid": placement[m.receiver], "ts": _UNIT * m.used + inside},
+            ]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}

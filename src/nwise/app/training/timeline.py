@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from nwise.app.records import write_text
+from nwise.app.training.run import Run
 from nwise.pipeline import Pipeline
 from nwise.runtime.world import World
 from nwise.schedule import Action, Kind
@@ -33,8 +34,8 @@ class TimelineRecorder:
         if self._first <= step < self._last and len(self._events) < _CHUNK:
             self._events.append((step, action, begin, end))
 
-    def collect(self) -> dict[str, Any]:
-        """Gather the actions of all processes, as JSON values that `load` reads; all ranks call it together."""
+    def save(self, run: Run | None) -> None:
+        """Gather the actions of all processes, which call this together, into a file of the run that `load` reads."""
         processes = self._pipe.processes
         assert isinstance(processes, World)
         offset = _clock_offset(processes)
@@ -44,7 +45,10 @@ class TimelineRecorder:
         ]
         # With several replicas, keep the actions of this rank's replica.
         here = processes.by_place("timeline", {"events": mine, "bytes": self._pipe.bytes_per_step})
-        return {"strategy": self._strategy, **{name: [one[name] for one in here] for name in ("events", "bytes")}}
+        if run is not None:
+            parts = {name: [one[name] for one in here] for name in ("events", "bytes")}
+            path, text = run.folder / "timeline.json", json.dumps({"strategy": self._strategy, **parts}) + "\n"
+            run.attempt(path, lambda: write_text(path, text))
 
 
 def _clock_offset(world: World) -> float:
@@ -71,28 +75,16 @@ def _clock_offset(world: World) -> float:
     return best[1]
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A timeline that was gathered by `TimelineRecorder.collect`.
+class Recorded(NamedTuple):
+    """A timeline that `TimelineRecorder.save` wrote, by rank."""
 
-    Args:
-        strategy: name of the strategy that was in force.
-        events: for each rank its actions, with step, and start and end in seconds.
-        bytes_sent: for each rank the bytes sent per step as activations and as gradients, measured and predicted.
-    """
-
-    strategy: str
-    events: list[list[tuple[int, Action, float, float]]]
-    bytes_sent: list[dict[str, Any]]
+    strategy: str  # that was in force
+    events: list[list[tuple[int, Action, float, float]]]  # actions, with step, and start and end in seconds
+    bytes_sent: list[dict[str, Any]]  # per step as activations and as gradients, measured and predicted
 
 
 def load(path: Path) -> Recorded:
-    """Read a timeline.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not a timeline.
-    """
+    """Read a timeline; FileNotFoundError or ValueError if the file is none."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} should hold a measured timeline, as `nwise train --timeline 20` under torchrun writes. Found none."

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nwise.app.data import Images, Tokens, batch_indices, batches, steps_per_epoch
 from nwise.app.recipes import Recipe, in_force, spans, to_json
-from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
@@ -22,7 +21,7 @@ from nwise.app.training.evaluation import Scores, evaluate
 from nwise.app.training.log import StepLog
 from nwise.app.training.phase import Phase, check_phases
 from nwise.app.training.run import Run, versions
-from nwise.app.training.saver import CheckpointPolicy, Saver, with_strategy
+from nwise.app.training.saver import CheckpointPolicy, Saver
 from nwise.app.training.timeline import TimelineRecorder
 from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
@@ -58,6 +57,7 @@ class Trainer:
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
+        self.steps_per_test = max(1, round(recipe.eval_every * self.steps_per_epoch))
         self._phases = recipe.phases(self.steps_per_epoch)
         self.pipe = make_pipeline(recipe, self.train_data, self._phases[0][1]).to(self.device)
         check_parts(recipe.batch_size, recipe.microbatches, self.pipe.processes.num_replicas)
@@ -120,7 +120,8 @@ class Trainer:
                 if run is not None and isinstance(self.train_data, Tokens):
                     run.save_tokenizer(self.train_data.tokenizer)
                 scores = self._all_phases(checkpoint)
-                self._write_timeline()
+                if self._timeline is not None:
+                    self._timeline.save(run)
                 status = "done"
             except KeyboardInterrupt:
                 status = "interrupted"
@@ -145,25 +146,21 @@ class Trainer:
         self._agreement.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
-        """Record a timeline of every process once the pipeline is full.
-
-        Args:
-            steps: number of steps to record; 0 for none.
+        """Record a timeline of every process in a number of steps, once the pipeline is full.
 
         Raises:
             ValueError: there is one process, or the run has too few steps.
         """
-        if not steps:
-            return
         first = self.pipe.num_stages
-        if self.pipe.processes.size == 1:
+        if steps and self.pipe.processes.size == 1:
             raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
-        if not 2 <= steps <= self.num_steps - first:
+        if steps and not 2 <= steps <= self.num_steps - first:
             raise ValueError(
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
                 f"Found {steps}."
             )
-        self._timeline = TimelineRecorder(self.pipe, in_force(self._phases, first).name, first, first + steps)
+        if steps:
+            self._timeline = TimelineRecorder(self.pipe, in_force(self._phases, first).name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
@@ -186,25 +183,18 @@ class Trainer:
             return None
         assert self._saver is not None
         checkpoint = self._saver.newest()
-        if checkpoint is None and not allow_restart:
-            raise ValueError(f"{self._folder} should hold a checkpoint to resume from. Found none; train again.")
-        if checkpoint is not None and self.pipe.steps > self.num_steps:
+        if checkpoint is None:
+            if not allow_restart:
+                raise ValueError(f"{self._folder} should hold a checkpoint to resume from. Found none; train again.")
+            return None
+        if self.pipe.steps > self.num_steps:
             raise ValueError(
                 f"`epochs` and `max_steps` should give more than the {self.pipe.steps} steps that were done. Found "
                 f"{self.num_steps}."
             )
-        if checkpoint is not None:
-            self._began -= checkpoint.facts["seconds"]
-            self._resumed_at = self.pipe.steps, checkpoint.facts.get("samples", self._samples(self.pipe.steps))
+        self._began -= checkpoint.facts["seconds"]
+        self._resumed_at = self.pipe.steps, checkpoint.facts.get("samples", self._samples(self.pipe.steps))
         return checkpoint
-
-    def _write_timeline(self) -> None:
-        if self._timeline is None:
-            return
-        recorded = self._timeline.collect()
-        if self.run is not None:
-            path = self.run.folder / "timeline.json"
-            self.run.attempt(path, lambda: write_text(path, json.dumps(recorded) + "\n"))
 
     def _all_phases(self, checkpoint: CheckpointInfo | None) -> Scores:
         if checkpoint is None:
@@ -317,11 +307,11 @@ class Trainer:
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
         """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
         assert self._saver is not None
-        before = checkpoint.facts["config"].get("strategy")
-        changes = with_strategy(self._saver.restore(checkpoint, done), before, self.recipe.strategy)
-        is_untested = bool(checkpoint.facts.get("untested"))
+        facts = checkpoint.facts
+        changes = self._saver.restore(checkpoint, done, facts["config"].get("strategy"), self.recipe.strategy)
+        is_untested = bool(facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
-        states = checkpoint.facts.get("callbacks", {})
+        states = facts.get("callbacks", {})
         for callback in self.callbacks:
             if type(callback).__name__ in states:
                 callback.restore(states[type(callback).__name__])
@@ -355,8 +345,7 @@ class Trainer:
         return step % self.recipe.log_every == 0 or step == self.num_steps
 
     def _is_due(self, step: int) -> bool:
-        every = max(1, round(self.recipe.eval_every * self.steps_per_epoch))
-        return step % every == 0 or step == self.num_steps
+        return step % self.steps_per_test == 0 or step == self.num_steps
 
     def _evaluate(self, step: int, *, can_stop: bool = True) -> Scores:
         self._write_log(wait=True)
@@ -369,8 +358,7 @@ class Trainer:
             if self._saver is not None and self._saver.phase is not None:
                 self._saver.save(wait=True)
             raise
-        loss = [None if score is None else score.loss for score in scores.heads]
-        accuracy = [None if score is None else score.accuracy for score in scores.heads]
+        loss, accuracy = ([score and getattr(score, n) for score in scores.heads] for n in ("loss", "accuracy"))
         self._record("test", step, loss=loss, accuracy=accuracy)
         if self.run is not None or self.pipe.processes.size > 1:
             weights = gather_weights(self.pipe)
