@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-import types
 from pathlib import Path
 
 import pytest
@@ -186,7 +185,7 @@ def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
     chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})
     assert chart["data"][0]["x"] == ["rank 0", "rank 1"]
     console = Output(file=io.StringIO(), width=120)
-    _print_comparison(console, types.SimpleNamespace(title="run", run=types.SimpleNamespace(folder=Path())), found)  # type: ignore[arg-type]
+    _print_comparison(console, "run", Path(), found)
     assert "bytes sent by rank 1 in a step" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -59,10 +59,9 @@ class ExitsCommand:
     """Print only JSON."""
 
     def run(self, console: Output) -> int:
-        runs = self._check()
         results: dict[str, _Result] = {}
         networks = []
-        for run in runs:
+        for run in self._check():
             pipe, data = run.trained(self.device)
             assert isinstance(data, Images)
             if len(data) < 2:
@@ -85,7 +84,7 @@ class ExitsCommand:
         if self.json:
             print_json({folder: result.as_json() for folder, result in results.items()})
         else:
-            self._print(results, console)
+            _print(results, console)
         if self.out is not None:
             curves = {
                 f"{result.strategy}, {folder}": [(work, 100 * share) for work, share in result.curve()]
@@ -112,32 +111,12 @@ class ExitsCommand:
         if not self.folders:
             raise ValueError("`RUN` should name the folder of at least one run. Found none.")
         runs = [Run.open(folder) for folder in self.folders]
-        for run in runs:
-            if run.recipe.quality == "perplexity":
-                raise ValueError(f"{run.folder} should classify images for early exits. Found a run on text.")
+        if texts := [run.folder for run in runs if run.recipe.quality == "perplexity"]:
+            raise ValueError(f"{texts[0]} should classify images for early exits. Found a run on text; leave it out.")
         for path in (self.out, self.export):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         return runs
-
-    def _print(self, results: dict[str, _Result], console: Output) -> None:
-        table = numbers_table(None, "run", "accuracy", "with exits", "work saved", "time saved")
-        for folder, result in results.items():
-            seconds = result.seconds
-            saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
-            accuracy, exits = result.seen.accuracy, result.outcome
-            cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
-            table.add_row(escape(folder), *cells, saved)
-        console.print(table)
-        if len(results) == 1:
-            result = next(iter(results.values()))
-            table = numbers_table(None, "exit", "accuracy of its head", "threshold", "samples that leave")
-            for (k, right), share in zip(result.heads.items(), result.outcome.leaving, strict=True):
-                last = k == result.seen.stages[-1]
-                bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
-                name = "output" if last else f"stage {k}"
-                table.add_row(name, f"{100 * right:.2f} %", bound, f"{100 * share:.1f} %")
-            console.print(table)
 
 
 @dataclass(frozen=True)
@@ -152,7 +131,7 @@ class _Result:
     @property
     def heads(self) -> dict[int, float]:
         """Share of right answers of every head, by stage."""
-        return {k: float(self.seen.right[:, i].double().mean()) for i, k in enumerate(self.seen.stages)}
+        return dict(zip(self.seen.stages, self.seen.right.double().mean(0).tolist(), strict=True))
 
     def curve(self) -> list[tuple[float, float]]:
         """Return points of (share of the main network's work, accuracy), the first one without exits."""
@@ -170,6 +149,24 @@ class _Result:
             "work": dataclasses.asdict(self.work),
             "seconds": self.seconds,
         }
+
+
+def _print(results: dict[str, _Result], console: Output) -> None:
+    rows = []
+    for folder, result in results.items():
+        seconds, exits = result.seconds, result.outcome
+        saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
+        accuracies = [f"{100 * accuracy:.2f} %" for accuracy in (result.seen.accuracy, exits.accuracy)]
+        rows.append([escape(folder), *accuracies, f"{100 * (1 - exits.work):.0f} %", saved])
+    console.print(numbers_table(None, ("run", "accuracy", "with exits", "work saved", "time saved"), rows))
+    if len(results) > 1:
+        return
+    rows = []
+    for (k, right), share in zip(result.heads.items(), exits.leaving, strict=True):
+        last = k == result.seen.stages[-1]
+        bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
+        rows.append(["output" if last else f"stage {k}", f"{100 * right:.2f} %", bound, f"{100 * share:.1f} %"])
+    console.print(numbers_table(None, ("exit", "accuracy of its head", "threshold", "samples that leave"), rows))
 
 
 def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> dict[str, float]:

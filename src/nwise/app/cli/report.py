@@ -56,18 +56,16 @@ class ReportCommand:
 
 def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:
     """Print measured times beside predicted ones."""
-    table = numbers_table(title, "", "measured", "predicted")
-    for row in comparison.table():
-        table.add_row(*row)
+    rows = comparison.table()
     for name, sent in zip(row_names(comparison.schedule.placement), comparison.bytes_sent, strict=True):
-        pairs = (" + ".join(f"{value:,.0f}" for value in sent[kind]) for kind in ("measured", "predicted"))
-        table.add_row(f"bytes sent by {name} in a step", *pairs)
-    console.print(table)
-    title = "Largest deviations: start within the stage's step, ms"
-    deviations = numbers_table(title, "action", "measured", "predicted")
-    for d in comparison.deviations():
-        deviations.add_row(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}")
-    console.print(deviations)
+        measured, predicted = (
+            " + ".join(f"{value:,.0f}" for value in sent[kind]) for kind in ("measured", "predicted")
+        )
+        rows.append((f"bytes sent by {name} in a step", measured, predicted))
+    console.print(numbers_table(title, ("", "measured", "predicted"), rows))
+    rows = [(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}") for d in comparison.deviations()]
+    heading = "Largest deviations: start within the stage's step, ms"
+    console.print(numbers_table(heading, ("action", "measured", "predicted"), rows))
     console.say(
         "Predicted: a simulation of the same lists with the medians of the measured times. Bytes: forward + back.\n"
         f"Trace of both: {trace} (ui.perfetto.dev)"

@@ -97,9 +97,13 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
 
 
 def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
-    recipe, quality = summary.recipe, summary.recipe.quality
+    recipe, quality, last = summary.recipe, summary.recipe.quality, summary.tests[-1]
     values = to_json(recipe)
-    data, scores = values["data"]["type"], _scores(summary)
+    data = values["data"]["type"]
+    # Stage, loss and quality of every head that ran at the last test; a share, not per cent.
+    scale = 1.0 if quality == "perplexity" else 0.01
+    ends = [(k, last["loss"][k], summary.head("test", quality, k).values[-1]) for k in range(summary.num_stages)]
+    scores = [(k, loss, scale * score) for k, loss, score in ends if loss is not None and score is not None]
     result = hub.EvalResult(
         task_type="text-generation" if quality == "perplexity" else "image-classification",
         dataset_type=data.lower(),
@@ -118,19 +122,10 @@ def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
         strategy=summary.strategy,
         weights=weights,
         tokenizer=tokenizer,
-        last=summary.tests[-1],
+        last=last,
         data=data,
         quality=quality,
         scores=scores,
         optimizer=", ".join(f"{name} {value}" for name, value in values["optimizer"].items() if value),
         history=summary.history,
     )
-
-
-def _scores(summary: Summary) -> list[tuple[int, float, float]]:
-    """Return stage, loss and quality of every head that ran at the last test."""
-    last = {name: [s.values[-1] for s in summary.series("test", name)] for name in ("loss", summary.recipe.quality)}
-    heads = [series.head for series in summary.series("test", "loss")]
-    scale = 1.0 if summary.recipe.quality == "perplexity" else 0.01
-    rows = zip(heads, last["loss"], last[summary.recipe.quality], strict=True)
-    return [(k, loss, scale * score) for k, loss, score in rows if loss is not None and score is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -50,11 +51,13 @@ def score_cells(score: Score | None, kind: Quality) -> tuple[str, str]:
     return number(None if score is None else score.loss), _quality(score, kind)
 
 
-def numbers_table(title: str | None, *headings: str) -> Table:
-    """Make an empty table whose first column is text and whose other columns are numbers."""
+def numbers_table(title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table whose first column is text and whose other columns are numbers."""
     table = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -208,10 +211,12 @@ class LiveDisplay(_Display):
 
     def draw(self) -> Group:
         """Return the table, the bar and the notice."""
-        table = numbers_table(self.title, "head", "training loss", "test loss", f"test {self.kind}")
-        for k, loss in enumerate(self.losses):
-            score = None if self.scores is None else self.scores.heads[k]
-            table.add_row(head_name(k, len(self.losses)), number(loss), *score_cells(score, self.kind))
+        scores = [None] * len(self.losses) if self.scores is None else self.scores.heads
+        rows = [
+            (head_name(k, len(scores)), number(loss), *score_cells(score, self.kind))
+            for k, (loss, score) in enumerate(zip(self.losses, scores, strict=True))
+        ]
+        table = numbers_table(self.title, ("head", "training loss", "test loss", f"test {self.kind}"), rows)
         return Group(table, self.progress, *([Text(self.notice)] if self.notice else []))
 
 

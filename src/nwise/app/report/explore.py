@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nwise.app.report.grid import KIND_COLOURS, Picture
-from nwise.app.report.html import write_page
+from nwise.app.report.html import check_page, write_page
 from nwise.checks import check_at_least
 from nwise.planning.plans import is_late, same_gradients
 from nwise.schedule import BASELINES, Costs, Timed
 from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import known_method, stages_on, timed_method
-from nwise.schedule.simulation import Event
 from nwise.strategies import EndToEnd, Local, strategy
 
 __all__ = ["Choices", "explore", "write_pictures"]
@@ -65,20 +64,20 @@ class Choices:
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
         """
-        check_at_least(1, stages=min(self.stages), microbatches=min(self.microbatches))
-        size = max(self.stages) * max(self.microbatches) * _ACTIONS
-        if size > MOST:
+        stages, m = self.stages, max(self.microbatches)
+        check_at_least(1, stages=min(stages), microbatches=min(self.microbatches))
+        if (size := max(stages) * m * _ACTIONS) > MOST:
             raise ValueError(
-                f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
-                f"{max(self.microbatches)} micro-batches; draw fewer."
+                f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(stages)} stages and {m} "
+                "micro-batches; draw fewer."
             )
         for text, costs in self.costs.items():
             if costs.latency:
                 raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
-            for stages in self.stages:
-                costs.per_stage("forward", stages)
-        for latency in self.latency:
-            replace(next(iter(self.costs.values())), latency=latency)
+            for each in stages:
+                costs.per_stage("forward", each)
+            for latency in self.latency:
+                replace(costs, latency=latency)
         if not self.combinations():
             raise ValueError(
                 "`stages` should have a number above N for some strategy. Found only strategies that equal end-to-end; add "
@@ -123,8 +122,10 @@ def explore(
 
     Raises:
         ImportError: plotly is missing.
+        OSError: the page cannot be written there.
     """
     choices.check()
+    check_page(path)
     places = progress(choices.combinations())
     entries: dict[Place, Any] = {place: _make_entry(Picture("", choices.time(place))) for place in places}
     dimensions = {
@@ -143,12 +144,7 @@ def explore(
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
-    """Write a page with only these schedules, one choice for each.
-
-    Args:
-        pictures: the schedules.
-        path: path of the page.
-    """
+    """Write a page with only these schedules, one choice for each."""
     dimensions = {"method": [picture.title for picture in pictures], "microbatches": [""]}
     entries: dict[Place, Any] = {(i, 0): _make_entry(picture) for i, picture in enumerate(pictures)}
     _write(path, "Schedules", dimensions, entries, compared=False)
@@ -158,17 +154,17 @@ def _write(
     path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
 ) -> None:
     """Write the page; `compared` says whether it names the best schedule."""
-    own = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
+    rules = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
     # No gradient crosses a boundary, or some are late; the page does not compare such steps with others.
     local = [
-        name for name, rule in own.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
+        n for n, rule in rules.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
     ]
     numbers = [name for name, values in dimensions.items() if not isinstance(values[0], str)]
     data = {
         "dimensions": dimensions,
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
-        "kinds": {kind.value: {"name": NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_COLOURS},
+        "kinds": {kind.value: {"name": NAMES[kind], "colour": colour} for kind, colour in KIND_COLOURS.items()},
         "baselines": list(_END_TO_END),
         "local": local,
         "compared": compared,
@@ -178,28 +174,27 @@ def _write(
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
     """Collect the page's data of a schedule; numbers have six digits."""
+
+    def six(number: float) -> float:
+        return float(f"{number:.6g}")
+
     timed = picture.timed
     return {
-        "period": _round(timed.period),
-        "lower_bound": _round(timed.lower_bound),
+        "period": six(timed.period),
+        "lower_bound": six(timed.lower_bound),
         "optimal": timed.optimal,
         "order": timed.order,
         "in_flight": list(timed.in_flight),
         "rows": picture.rows,
         # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
-        "utilisation": [_round(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
-        "events": [_describe(picture, event) for event in picture.events],
+        "utilisation": [six(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
+        # Kind, row, micro-batch, loss, mini-batch, start and length of each event.
+        "events": [
+            [e.action.kind.value, picture.row(e), e.action.microbatch, picture.farthest_loss(e), e.batch, *times]
+            for e in picture.events
+            for times in [map(six, (e.start, e.end - e.start))]
+        ],
     }
-
-
-def _describe(picture: Picture, event: Event) -> list[Any]:
-    """Return kind, row, micro-batch, loss, mini-batch, start and length of an event."""
-    action, times = event.action, (_round(event.start), _round(event.end - event.start))
-    return [action.kind.value, picture.row(event), action.microbatch, picture.farthest_loss(event), event.batch, *times]
-
-
-def _round(number: float) -> float:
-    return float(f"{number:.6g}")
 
 
 _BODY = """
