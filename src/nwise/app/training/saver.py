@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nwise.app.training.phase import Phase
+from nwise.app.training.optimizers import Phase
 from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline

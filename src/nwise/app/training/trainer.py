@@ -19,7 +19,7 @@ from nwise.app.training.build import autocast, check_channels_last, compile_bloc
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Scores, evaluate
 from nwise.app.training.log import StepLog
-from nwise.app.training.phase import Phase, check_phases
+from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
 from nwise.app.training.saver import CheckpointPolicy, Saver
 from nwise.app.training.timeline import TimelineRecorder
