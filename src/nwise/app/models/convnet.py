@@ -31,9 +31,6 @@ def convnet(
         filters: filters of the first stages; the paper has 32, small trials fewer.
         seed: seed of the initial values.
 
-    Returns:
-        A model with ``.stages`` and ``.heads``.
-
     >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
     [960, 18624, 60106]
     """

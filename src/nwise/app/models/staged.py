@@ -75,14 +75,9 @@ def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
 
 
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Redraw every module's values from the seed and the module's name alone.
+    """Redraw the values of every submodule that has ``reset_parameters``, from the seed and its name alone.
 
-    They are therefore equal for every cut and on every rank.
-
-    Args:
-        module: a module; it calls ``reset_parameters`` of all its submodules.
-        seed: seed of the model.
-        prefix: name of the module in the unsplit network.
+    They are therefore equal for every cut and on every rank; `prefix` is the module's name in the unsplit network.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> initialize(a, 0, "x"); initialize(b, 0, "x")
