@@ -147,13 +147,12 @@ def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
     """Regression: for rotating and delayed strategies the chart took passes through the lists for mini-batches."""
     timed = best(nwise.strategy(name), num_stages=3, num_microbatches=1, costs=Costs(1, 0, 1, 1))
     picture = Picture("", timed, 2)
-    bars = gantt(picture.timeline.events, "", 2)["data"]
-    by_kind = {trace["name"][0]: trace["marker"]["pattern"]["shape"] for trace in bars}
-    assert sorted(by_kind["F"]) == ["", "", "", "/", "/", "/"]
+    bars = gantt(picture.timeline.events, "", 2)["bars"]
+    assert sorted(batch for kind, _, _, _, batch, *_ in bars if kind == "F") == [0, 0, 0, 1, 1, 1]
     turns = len(timed.schedule.flows)
     passes = [sum(timed.schedule.passes[batch % turns].values()) for batch in range(2)]
-    later = [shape for kind, shapes in by_kind.items() if kind != "F" for shape in shapes]
-    assert [later.count(""), later.count("/")] == passes
+    later = [batch for kind, _, _, _, batch, *_ in bars if kind != "F"]
+    assert [later.count(0), later.count(1)] == passes
 
 
 def test_measured_run_is_compared_with_its_prediction() -> None:

@@ -27,12 +27,7 @@ __all__ = ["execute"]
 
 
 def dispatch(name: str, arguments: list[str]) -> int:
-    """Run a command of `nwise` and return its exit code.
-
-    Args:
-        name: name of the command.
-        arguments: words after the name.
-    """
+    """Run a command of `nwise`, with the words after its name, and return its exit code."""
 
     def command() -> Any:
         if name not in COMMANDS:
@@ -92,9 +87,8 @@ def parse(name: str, arguments: list[str]) -> Any:
         config = Run.open(folder).recipe
         command = options(default=kind(recipe=config.name, config=config))
         if command.recipe != config.name:
-            raise ValueError(
-                f"`RECIPE` should be the run's own, {config.name!r}, or be left out. Found {command.recipe!r}."
-            )
+            found = f"Found {command.recipe!r}."
+            raise ValueError(f"`RECIPE` should be the run's own, {config.name!r}, or be left out. {found}")
         return command
     # The recipe decides the defaults of all other options, and may come after them. So a first parse with a guess finds the
     # recipe: the first word, or any word that is one, unless it is the value of an option. The second has its defaults.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nwise.app.report.display import head_name
@@ -62,33 +62,40 @@ def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
     """Draw the computations of every stage in the first mini-batches over time, an axis with a title."""
     first = min(event.batch for event in events if event.action.kind is Kind.FORWARD)
     shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
-    zero = min(e.start for e in shown)
-    traces = []
-    for kind in KIND_COLOURS:
-        bars = [(e, e.start - zero, e.end - zero) for e in shown if e.action.kind is kind]
-        pattern = {"shape": ["/" if e.batch % 2 else "" for e, *_ in bars], **_HATCHING, "size": 6}
-        trace = {
-            "type": "bar",
-            "orientation": "h",
-            "name": f"{kind.value}  {NAMES[kind]}",
-            "y": [e.action.stage for e, *_ in bars],
-            "base": [float(f"{begin:.6g}") for _, begin, _ in bars],
-            "x": [float(f"{end - begin:.6g}") for _, begin, end in bars],
-            "marker": {"color": KIND_COLOURS[kind], "line": {"color": "white", "width": 0.5}, "pattern": pattern},
-            "text": [str(e.action.microbatch) for e, *_ in bars],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "hoverinfo": "text",
-            "hovertext": [f"{e.action} {NAMES[kind]}<br>{begin:.4g} to {end:.4g}" for e, begin, end in bars],
-        }
-        traces += [trace] if bars else []
     stages = 1 + max(e.action.stage for e in shown)
-    layout = _layout(190 + 34 * stages, "") | {"barmode": "overlay", "bargap": 0.12}
-    layout["xaxis"] |= {"title": {"text": title, "standoff": 6}, "rangemode": "tozero"}
-    layout["yaxis"] = {"range": [stages - 0.5, -0.5], "dtick": 1, "tickprefix": "stage ", "fixedrange": True}
-    layout["margin"]["l"] = 66
-    return {"data": traces, "layout": layout}
+    return {
+        "title": title,
+        "rows": [f"stage {k}" for k in range(stages)],
+        "bars": bars(shown, lambda e: e.action.stage),
+    }
+
+
+def bars(
+    events: Sequence[Event], row: Callable[[Event], int], loss: Callable[[Event], int | None] = lambda e: None
+) -> list[list[Any]]:
+    """Return kind, row, micro-batch, loss, mini-batch, start and length of events, as `gantt.js` draws them, from 0 on."""
+    zero = min((e.start for e in events), default=0.0)
+    return [
+        [
+            e.action.kind.value,
+            row(e),
+            e.action.microbatch,
+            loss(e),
+            e.batch,
+            *map(six_digits, (e.start - zero, e.end - e.start)),
+        ]
+        for e in events
+    ]
+
+
+def six_digits(number: float) -> float:
+    """Round a number for a page."""
+    return float(f"{number:.6g}")
+
+
+def kinds() -> dict[str, dict[str, str]]:
+    """Return name and colour of every kind of action, for `gantt.js`."""
+    return {kind.value: {"name": NAMES[kind], "colour": colour} for kind, colour in KIND_COLOURS.items()}
 
 
 def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:

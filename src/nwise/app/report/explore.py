@@ -11,12 +11,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nwise.app.report.grid import KIND_COLOURS, Picture
+from nwise.app.report.charts import bars, kinds, six_digits
+from nwise.app.report.grid import Picture
 from nwise.app.report.html import check_page, write_page
 from nwise.checks import check_at_least
 from nwise.planning.plans import is_late, same_gradients
 from nwise.schedule import BASELINES, Costs, Timed
-from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import known_method, stages_on, timed_method
 from nwise.strategies import EndToEnd, Local, strategy
 
@@ -139,7 +139,7 @@ def explore(
     records = []
     for place, entry in entries.items():
         chosen = {name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)}
-        records.append(chosen | {name: value for name, value in entry.items() if name not in ("events", "rows")})
+        records.append(chosen | {name: value for name, value in entry.items() if name not in ("bars", "rows")})
     return records
 
 
@@ -164,36 +164,27 @@ def _write(
         "dimensions": dimensions,
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
-        "kinds": {kind.value: {"name": NAMES[kind], "colour": colour} for kind, colour in KIND_COLOURS.items()},
+        "kinds": kinds(),
         "baselines": list(_END_TO_END),
         "local": local,
         "compared": compared,
     }
-    write_page(path, title, _BODY.format(title=title), "explore.js", {"schedules": data})
+    write_page(path, title, _BODY.format(title=title), "explore.js", data)
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
-    """Collect the page's data of a schedule; numbers have six digits."""
-
-    def six(number: float) -> float:
-        return float(f"{number:.6g}")
-
+    """Collect the page's data of a schedule."""
     timed = picture.timed
     return {
-        "period": six(timed.period),
-        "lower_bound": six(timed.lower_bound),
+        "period": six_digits(timed.period),
+        "lower_bound": six_digits(timed.lower_bound),
         "optimal": timed.optimal,
         "order": timed.order,
         "in_flight": list(timed.in_flight),
         "rows": picture.rows,
         # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
-        "utilisation": [six(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
-        # Kind, row, micro-batch, loss, mini-batch, start and length of each event.
-        "events": [
-            [e.action.kind.value, picture.row(e), e.action.microbatch, picture.farthest_loss(e), e.batch, *times]
-            for e in picture.events
-            for times in [map(six, (e.start, e.end - e.start))]
-        ],
+        "utilisation": [six_digits(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
+        "bars": bars(picture.events, picture.row, picture.farthest_loss),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,18 @@ def embed_json(name: str, value: Any) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
-def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str, Any]) -> None:
-    """Write a page that runs a script of the folder `assets`, with data by the name of the element that embeds them."""
+def write_page(path: Path, title: str, body: str, script: str, data: Any) -> None:
+    """Write a page with data, and a script of the folder `assets` that draws them."""
     assets = files("nwise.app.report") / "assets"
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
         f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
-        *(embed_json(name, value) for name, value in data.items()),
+        embed_json("data", data),
         f"<script>{plotly()}</script>",
-        f"<script>{(assets / script).read_text()}</script></body></html>\n",
+        *(f"<script>{(assets / name).read_text()}</script>" for name in ("gantt.js", script)),
+        "</body></html>\n",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(parts))

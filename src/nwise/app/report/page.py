@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nwise.app.report.charts import gantt, lines, utilisation
+from nwise.app.report.charts import gantt, kinds, lines, utilisation
 from nwise.app.report.display import number
 from nwise.app.report.figures import flow_figure
 from nwise.app.report.grid import Picture, row_names
@@ -51,7 +51,7 @@ def report(runs: Sequence[Summary], path: Path) -> None:
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in parts.items())
     body = f'<h1>{html.escape(title)}</h1><nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
     body += "".join(section(name, heading, text) for name, (heading, text) in parts.items())
-    write_page(path, f"nwise report: {title}", body, "report.js", {"charts": page.charts})
+    write_page(path, f"nwise report: {title}", body, "report.js", {"kinds": kinds(), "charts": page.charts})
 
 
 class _Page:
