@@ -19,9 +19,8 @@ from nwise.app.recipes import parse_phases
 from nwise.app.records import json_line
 from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.app.report.figures import check_format, flow_figure
-from nwise.app.report.grid import Picture, legend, schedule_figure, terminal_grid
+from nwise.app.report.grid import Picture, chrome_trace, legend, schedule_figure, terminal_grid
 from nwise.app.report.html import plotly
-from nwise.app.report.trace import chrome_trace
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
 from nwise.schedule import BASELINES, Timed, timed

@@ -1,13 +1,13 @@
-"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's."""
+"""Simulated schedules as grids of time: in the terminal, as figures like the paper's, and as traces for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
@@ -15,7 +15,7 @@ from nwise.app.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
 from nwise.schedule.actions import NAMES, PASSES
 from nwise.schedule.placement import Placement
-from nwise.schedule.simulation import Event
+from nwise.schedule.simulation import Event, Message
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,3 +200,46 @@ def _draw(axes: Axes, picture: Picture, longest: float, width: float, *, by_batc
     axes.annotate(caption, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color="#555555")
     axes.set_title(picture.title, loc="left", fontsize=9.5, fontweight="bold", pad=15)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(4, int(2 * width))))
+
+
+# The format counts microseconds; draw a unit of the costs as a millisecond.
+_UNIT = 1000.0
+
+
+class Process(NamedTuple):
+    """A timeline to draw; times are in milliseconds, or in units of the costs."""
+
+    title: str
+    placement: Placement
+    events: Sequence[Event]
+    messages: Sequence[Message]
+
+
+def chrome_trace(pictures: Iterable[Picture]) -> dict[str, Any]:
+    """Make a trace of simulated schedules, with a process for each."""
+    return make_trace(
+        Process(f"{p.title}; {p.caption}", p.timed.schedule.placement, p.timeline.events, p.timeline.messages)
+        for p in pictures
+    )
+
+
+def make_trace(processes: Iterable[Process]) -> dict[str, Any]:
+    """Make a trace: complete events (``"X"``) for actions, a thread per rank, flow events (``"s"``, ``"f"``) for messages."""
+    trace: list[dict[str, Any]] = []
+    for pid, (title, placement, events, messages) in enumerate(processes):
+        trace.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
+        for rank, name in enumerate(row_names(placement)):
+            trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": name}})
+        for e in events:
+            kind, args = e.action.kind.name.lower(), {"micro-batch": e.action.microbatch, "pass": e.cycle}
+            times = {"ts": _UNIT * e.start, "dur": _UNIT * (e.end - e.start)}
+            where = {"ph": "X", "pid": pid, "tid": placement[e.action.stage]}
+            trace.append({"name": str(e.action), "cat": kind, **where, **times, "args": args | {"mini-batch": e.batch}})
+        inside = 1e-3  # both ends of an arrow are just inside the actions that the viewer attaches them to
+        for number, m in enumerate(messages):
+            common = {"name": "message", "cat": "message", "pid": pid, "id": f"{pid}.{number}"}
+            trace += [
+                {**common, "ph": "s", "tid": placement[m.sender], "ts": _UNIT * m.sent - inside},
+                {**common, "ph": "f", "bp": "e", "tid": placement[m.receiver], "ts": _UNIT * m.used + inside},
+            ]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}

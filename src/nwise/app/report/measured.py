@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import mean, median
 from typing import Any
 
-from nwise.app.report.trace import Process, make_trace
+from nwise.app.report.grid import Process, make_trace
 from nwise.schedule import Costs, Schedule, Timeline, simulate
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind
 from nwise.schedule.simulation import Event, Message
