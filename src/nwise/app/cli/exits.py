@@ -139,7 +139,6 @@ class _Result:
         return [(1.0, self.seen.accuracy), *((point.work, point.accuracy) for point in points)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything but the samples."""
         return {
             "accuracy": self.seen.accuracy,
             "heads": self.heads,

@@ -55,7 +55,6 @@ class ReportCommand:
 
 
 def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:
-    """Print measured times beside predicted ones."""
     rows = comparison.table()
     for name, sent in zip(row_names(comparison.schedule.placement), comparison.bytes_sent, strict=True):
         measured, predicted = (

@@ -21,15 +21,7 @@ def convnet(
     """Build a network with one 3x3 convolution, batch norm and ReLU per stage.
 
     The last two stages have twice as many filters and a 2x2 max pool of stride 1; the last one ends in a linear layer. Every
-    head is one linear layer.
-
-    Args:
-        num_stages: number of stages, at least 1 (the paper: 3 to 10).
-        num_classes: number of outputs.
-        in_channels: channels of the images ``[B, in_channels, image_size, image_size]``.
-        image_size: height and width of the images.
-        filters: filters of the first stages; the paper has 32, small trials fewer.
-        seed: seed of the initial values.
+    head is one linear layer. Images are ``[B, in_channels, image_size, image_size]``; the paper has 3 to 10 stages.
 
     >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
     [960, 18624, 60106]
@@ -56,14 +48,7 @@ def convnet(
 def mlp(
     num_stages: int = 4, in_features: int = 64, width: int = 128, num_classes: int = 10, *, seed: int = 0
 ) -> StagedModel:
-    """Build a perceptron with one linear layer and ReLU per stage; the last stage also has the output layer, as has each head.
-
-    Args:
-        num_stages: number of stages, at least 1.
-        in_features: size of the flattened input ``[B, ...]``.
-        width: width of every hidden layer.
-        num_classes: number of outputs.
-        seed: seed of the initial values.
+    """Build a perceptron with one linear layer and ReLU per stage; the last stage and each head have an output layer.
 
     >>> len(mlp(3).stages), len(mlp(3).heads)
     (3, 2)

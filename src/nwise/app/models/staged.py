@@ -50,12 +50,9 @@ def build(
 
 
 def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
-    """Merge consecutive stages of a network; a new stage has the head of the last one merged into it.
+    """Merge consecutive stages of a network, some number into each new one; it has the head of the last one merged into it.
 
-    Args:
-        model: the network.
-        counts: numbers of its stages in each new one.
-        seed: seed of the heads' initial values, which depend on their new stages' numbers.
+    The initial values of the heads depend on the seed and on their new stages' numbers.
 
     >>> from nwise.app.models import mlp
     >>> [list(stage.pieces()) for stage in merged(mlp(3), [2, 1], 0).stages]

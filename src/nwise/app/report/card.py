@@ -67,11 +67,7 @@ These are the scores of one run with one seed. No other data were tried.
 
 
 def card_files(run: Run, weights: Path) -> dict[Path, str]:
-    """Return the texts of a card, ``README.md``, of the recipe, ``config.json``, and of a text run's tokenizer.
-
-    Args:
-        run: the run.
-        weights: the exported file, in safetensors format, beside which they belong.
+    """Return the texts of the files that belong beside exported weights: a card, the recipe, and a text run's tokenizer.
 
     Raises:
         ImportError: the package `huggingface_hub` is missing.

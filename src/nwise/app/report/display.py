@@ -210,7 +210,6 @@ class LiveDisplay(_Display):
         self.live.stop()
 
     def draw(self) -> Group:
-        """Return the table, the bar and the notice."""
         scores = [None] * len(self.losses) if self.scores is None else self.scores.heads
         rows = [
             (head_name(k, len(scores)), number(loss), *score_cells(score, self.kind))

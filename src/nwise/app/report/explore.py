@@ -99,7 +99,6 @@ class Choices:
         return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
 
     def time(self, place: Place) -> Timed:
-        """Time a combination."""
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
         size = stages_on(stages, method)
@@ -110,15 +109,9 @@ class Choices:
 def explore(
     choices: Choices, path: Path, progress: Callable[[list[Place]], Iterable[Place]] = iter
 ) -> list[dict[str, Any]]:
-    """Time every combination and write the page.
+    """Time every combination and write the page; return its numbers.
 
-    Args:
-        choices: the choices on the page.
-        path: path of the page.
-        progress: wraps the list of combinations, for a progress bar; default: none.
-
-    Returns:
-        The page's numbers of every combination.
+    `progress` wraps the list of combinations, for a progress bar.
 
     Raises:
         ImportError: plotly is missing.
@@ -173,7 +166,6 @@ def _write(
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
-    """Collect the page's data of a schedule."""
     timed = picture.timed
     return {
         "period": six_digits(timed.period),

@@ -56,7 +56,6 @@ class Picture:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated run."""
         schedule = self.timed.schedule
         cycles = -(-(self.batches + schedule.oldest) // len(schedule.flows))
         return simulate(schedule, self.timed.costs, cycles=max(1, cycles))
@@ -68,11 +67,9 @@ class Picture:
 
     @property
     def rows(self) -> list[str]:
-        """Names of the rows, one per rank."""
         return row_names(self.timed.schedule.placement)
 
     def row(self, event: Event) -> int:
-        """Return the row of an event."""
         return self.timed.schedule.placement[event.action.stage]
 
     def name(self, event: Event) -> str:

@@ -148,7 +148,6 @@ class Comparison:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers, measured and predicted."""
         predicted = self.predicted
         return {
             "period_ms": {"measured": self.period, "predicted": predicted.period},

@@ -29,11 +29,7 @@ slot, each loss's pass through a stage one, heads none. There are no measured ti
 
 
 def report(runs: Sequence[Summary], path: Path) -> None:
-    """Write a page about some runs.
-
-    Args:
-        runs: the runs, from `Summary.open_all`.
-        path: path of the page.
+    """Write a page about some runs, from `Summary.open_all`.
 
     Raises:
         ImportError: plotly is missing.

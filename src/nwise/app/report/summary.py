@@ -70,7 +70,6 @@ class Summary:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The resolved configuration."""
         return self.run.recipe
 
     @cached_property
@@ -90,7 +89,6 @@ class Summary:
 
     @property
     def tests(self) -> list[dict[str, Any]]:
-        """Records of tests."""
         return [record for record in self.records if record["kind"] == "test"]
 
     @property
@@ -124,7 +122,6 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """Recipe, strategy, A and M in one line."""
         return f"{self.recipe.name}, {self.strategy}, A = {self.num_stages}, M = {self.recipe.microbatches}"
 
     def series(self, kind: str, name: str) -> list[Series]:

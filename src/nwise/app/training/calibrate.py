@@ -35,7 +35,6 @@ class Seen:
     right: Tensor
 
     def part(self, samples: Tensor) -> Seen:
-        """Return the rows of some samples."""
         return Seen(self.stages, self.confidence[samples], self.right[samples])
 
     @property
@@ -68,13 +67,10 @@ class Outcome:
 
 
 def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence = None) -> Seen:
-    """Run every trained head on every sample.
+    """Run every trained head on every sample of data that training has not seen.
 
-    Args:
-        pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
-        data: samples that training has not seen.
-        batch_size: number of samples in a batch.
-        confidence: as for `Pipeline.exit`; a function gets the output alone.
+    The heads and the last stage return logits ``[B, classes]``. `confidence` is as for `Pipeline.exit`; a function gets the
+    output alone.
 
     Raises:
         ValueError: the loss has no default confidence, or an output is not ``[B, classes]``.
@@ -138,13 +134,8 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
     One number cannot fit the samples too well: thresholds that were chosen for each exit alone lost another half a point on
     samples that they had not seen (`benchmarks/exits`).
 
-    Args:
-        seen: the samples.
-        work: operations of the stages and heads.
-        accuracy: share of right answers to keep; the network's own is enough.
-
-    Returns:
-        The threshold of every exit, by stage; empty if exits save no work.
+    `accuracy` is the share of right answers to keep; the network's own is enough. The thresholds are by stage; there are none if
+    exits save no work.
     """
     wanted = min(accuracy, seen.accuracy)
     levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
@@ -158,10 +149,7 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
 def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:
     """Return the outcome on samples that calibration has not used: each half's thresholds apply to the other half.
 
-    Args:
-        seen: the samples.
-        work: operations of the stages and heads.
-        drop: accuracy that may be lost, as a share.
+    `drop` is the accuracy that may be lost, as a share.
     """
     parts = [seen.part(torch.arange(start, len(seen.right), 2)) for start in (0, 1)]
     shares, results = [], []

@@ -81,14 +81,7 @@ def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
 
 
 class LearningRate:
-    """The learning-rate schedule of one phase of training.
-
-    Args:
-        config: the optimizer's configuration.
-        optimizer: the optimizer whose rate is set.
-        num_steps: number of steps of the phase.
-        eval_every: epochs between two evaluations; default 1.
-    """
+    """The learning-rate schedule of one phase of training, with some number of steps and of epochs between evaluations."""
 
     def __init__(
         self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int, eval_every: float = 1
@@ -122,11 +115,7 @@ class LearningRate:
         return {"drops": self._drops, "best": self._best, "num_bad_epochs": self._bad}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
-        """Resume from a result of `state`, even if the configured rate has changed.
-
-        Args:
-            state: the state of an earlier run's rate.
-            steps: steps of this phase that are done.
+        """Resume from a result of `state` after some steps of this phase, even if the configured rate has changed.
 
         Raises:
             ValueError: `state` lacks the number of drops.

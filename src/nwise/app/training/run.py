@@ -188,7 +188,6 @@ class Run:
 
     @property
     def weights_file(self) -> Path:
-        """Path of the weights."""
         return self.folder / "weights.safetensors"
 
     @property

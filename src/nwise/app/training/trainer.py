@@ -146,11 +146,7 @@ class Trainer:
         self._agreement.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
-        """Record a timeline of every process in a number of steps, once the pipeline is full.
-
-        Raises:
-            ValueError: there is one process, or the run has too few steps.
-        """
+        """Record some steps of every process once the pipeline is full; ValueError in one process, or if there are too few."""
         first = self.pipe.num_stages
         if steps and self.pipe.processes.size == 1:
             raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
