@@ -75,16 +75,21 @@ def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.Monke
     trainer = Trainer(config)
     object.__setattr__(config, "data", ImageSource(source="cifar10"))  # which takes `--test-limit`
     display = PlainDisplay(Console(file=io.StringIO(), width=100))
-    display.started(trainer)
+    watching = display.with_forecast
+    for callback in watching:
+        callback.started(trainer)
     for done in range(1, 11):
         clock.now += 9
-        display.evaluating(done, 10)
+        for callback in watching:
+            callback.evaluating(done, 10)
     losses = torch.tensor([0.5, 0.25])
-    display.evaluated(0, Scores((None, Score(1.0, 0.5))))
+    for callback in watching:
+        callback.evaluated(0, Scores((None, Score(1.0, 0.5))))
     for step in range(1, 11):
         clock.now += 20
-        display.stepped(step, losses)
-        display.logged(step, losses)
+        for callback in watching:
+            callback.stepped(step, losses)
+            callback.logged(step, losses)
     assert isinstance(display.console.file, io.StringIO)
     assert display.console.file.getvalue().splitlines()[2:] == [
         "A test takes about 90 seconds here, and the run has 101. For a trial, use a smaller recipe (`nwise recipes`), or "
@@ -100,14 +105,17 @@ def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.Monke
 def test_fast_run_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("nwise.app.report.display.time", clock)
-    forecast = Forecast(Trainer(recipe("digits")))
+    said: list[str] = []
+    forecast = Forecast(said.append)
+    forecast.started(Trainer(recipe("digits")))
     for done in range(1, 4):
         clock.now += 4
-        assert forecast.evaluating(done, 3) is None
-    forecast.evaluated()
+        forecast.evaluating(done, 3)
+    forecast.evaluated(0, Scores((None,)))
     for step in range(1, 41):
         clock.now += 0.2
-        assert forecast.stepped(step) is None
+        forecast.stepped(step, torch.zeros(1))
+    assert said == []
 
 
 def test_stop_is_shown_at_once_below_the_live_table() -> None:

@@ -79,7 +79,7 @@ def _sentence(error: Exception) -> str:
 
 def parse(name: str, arguments: list[str]) -> Any:
     """Return the command with its options, ready to run."""
-    kind = resolve_name(COMMANDS[name][0])
+    kind = resolve_name(f"nwise.app.cli.{COMMANDS[name][0]}:{name.capitalize()}Command")
     options = partial(tyro.cli, kind, prog=f"nwise {name}", args=arguments, config=PARSING)
     if name not in ("train", "compare"):
         return options()

@@ -71,7 +71,7 @@ class TrainCommand:
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.processes.is_first  # rank 0 writes and draws for all
         display = display_for(console) if is_first and not self.json else None
-        callbacks = [*([] if display is None else [display]), *(loggers(self.log_to) if is_first else ())]
+        callbacks = [*(display.with_forecast if display else ()), *(loggers(self.log_to) if is_first else ())]
         run = (resumed or new_run(self.config, self.runs)) if is_first else None
         acknowledge = write_at_once if display is None else display.stopping
         try:
@@ -118,11 +118,9 @@ class TrainCommand:
 
 @contextmanager
 def stopping(trainer: Trainer, acknowledge: Callable[[str], None] | None) -> Iterator[None]:
-    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint, and say so at once.
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint.
 
-    Args:
-        trainer: the trainer to stop.
-        acknowledge: function that shows a text from a signal handler; None to show none.
+    The signal handler says so at once by `acknowledge`, unless it is None.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -177,7 +175,7 @@ class CompareCommand:
 
     def run(self, console: Output) -> int:
         check_format(self.figure)
-        callbacks = () if self.json else (display_for(console),)
+        callbacks = () if self.json else display_for(console).with_forecast
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
         _choose_threads(self.config)

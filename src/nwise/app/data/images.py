@@ -179,8 +179,8 @@ def load_images(
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
     own = [_Table(table, classes) for table in train_tables]
-    if num_classes is not None and len(classes) != num_classes:
-        raise ValueError(_extra_class(own, classes, num_classes))
+    if num_classes is not None:
+        _check_classes(own, classes, num_classes)
     train = _Labelled.join(own)
     if withheld:
         order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
@@ -218,13 +218,22 @@ _IMAGE = ("img", "image")
 _LABEL = ("label", "fine_label", "labels")
 
 
+def _labels(table: sources.Table) -> tuple[list[Any], list[str] | None]:
+    """Return the column of labels, and the names that it declares for its numbers."""
+    name = sources.column(table, _LABEL, "label")
+    labels: list[Any] = table.rows[name][:]
+    if wrong := [value for value in labels if isinstance(value, list | dict)]:
+        where = f"{table.name}, column {name}"
+        raise ValueError(f"The labels of {where}, should be numbers or texts. Found {wrong[0]!r}; convert them.")
+    return labels, getattr(table.rows.features[name], "names", None)
+
+
 def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     """Return the names that the label column declares, or all its values in order."""
-    columns = [sources.column(table, _LABEL, "label") for table in tables]
-    names = getattr(tables[0].rows.features[columns[0]], "names", None)
-    if names is not None:
+    columns = list(map(_labels, tables))
+    if (names := columns[0][1]) is not None:
         return tuple(names)
-    values = {value for table, name in zip(tables, columns, strict=True) for value in _labels(table, name)} - {None}
+    values = {value for labels, _ in columns for value in labels} - {None}
     kinds = sorted({type(value).__name__ for value in values})
     if len(kinds) > 1:
         where, found = f"{tables[0].name} and the files beside it", " and ".join(kinds)
@@ -232,15 +241,8 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     return tuple(map(str, sorted(values)))
 
 
-def _labels(table: sources.Table, name: str) -> list[Any]:
-    labels: list[Any] = table.rows[name][:]
-    if wrong := [value for value in labels if isinstance(value, list | dict)]:
-        raise ValueError(f"The labels of {table.name}, column {name}, should be numbers or texts. Found {wrong[0]!r}.")
-    return labels
-
-
 class _Table(Dataset[Tensor]):
-    """The images and labels of one table."""
+    """The images of one table, decoded on access, and their labels."""
 
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
         self.name = table.name
@@ -249,38 +251,37 @@ class _Table(Dataset[Tensor]):
         try:
             self._images = cells.cast_column(image, undecoded)
         except Exception as error:
-            kind = cells.features[image]
-            raise ValueError(f"{table.name}, column {image}, should hold encoded images. Found {kind}.") from error
-        label = sources.column(table, _LABEL, "label")
-        self._labels = _labels(table, label)
-        self._names = getattr(table.rows.features[label], "names", None)
-        self._classes = {name: i for i, name in enumerate(classes)}
+            found = f"Found {cells.features[image]}; convert them."
+            raise ValueError(f"{table.name}, column {image}, should hold encoded images. {found}") from error
+        values, names = _labels(table)
+        numbers = {name: i for i, name in enumerate(classes)}
+        self.labels: list[int] = []
+        for row, value in enumerate(values):
+            # Another file may have fewer names, or another order.
+            named = names is not None and isinstance(value, int) and 0 <= value < len(names)
+            name = names[value] if named else str(value)  # type: ignore[index]
+            if name not in numbers:
+                where, wanted = f"The label of {self.name}, row {row},", f"one of {len(numbers)} classes"
+                raise ValueError(f"{where} should be {wanted}. Found {value!r}; correct or remove the row.")
+            self.labels.append(numbers[name])
 
     def __len__(self) -> int:
-        return len(self._labels)
-
-    def label(self, row: int) -> int:
-        value, names = self._labels[row], self._names
-        # Another file may have fewer names, or another order.
-        name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
-        if name not in self._classes:
-            raise ValueError(
-                f"The label of {self.name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
-            )
-        return self._classes[name]
+        return len(self.labels)
 
     def __getitem__(self, row: int) -> Tensor:
         (cell,) = self._images[row].values()
         return _decode(cell, f"{self.name}, row {row}")
 
 
-def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> str:
-    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
-    for table in tables:
-        for row in range(len(table)):
-            if (label := table.label(row)) >= num_classes:
-                return f"{wrong} The first class too many is {classes[label]!r} in {table.name}, row {row}."
-    return wrong
+def _check_classes(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> None:
+    """Raise ValueError unless there are some number of classes; if more, it names the first row of one too many."""
+    if len(classes) == num_classes:
+        return
+    rows = ((table.name, row, k) for table in tables for row, k in enumerate(table.labels) if k >= num_classes)
+    more = next((f" The first class too many is {classes[k]!r} in {name}, row {row}." for name, row, k in rows), "")
+    raise ValueError(
+        f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}.{more}"
+    )
 
 
 @dataclass(frozen=True)
@@ -292,7 +293,7 @@ class _Labelled:
 
     @classmethod
     def join(cls, tables: list[_Table]) -> _Labelled:
-        labels = [table.label(row) for table in tables for row in range(len(table))]
+        labels = [label for table in tables for label in table.labels]
         return cls(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
 
     def pick(self, indices: Tensor) -> _Labelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -79,10 +79,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-class Forecast:
-    """Estimates how long a test takes, and all steps and tests; its methods return a line once, if the work is slow."""
+class Forecast(Callback):
+    """Estimates how long a test takes, and all steps and tests, and says each once if it is slow."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def started(self, trainer: Trainer) -> None:
         self._num_steps, self._every = trainer.num_steps, trainer.steps_per_test
         options = ["--max-steps 100", *(["--test-limit 500"] if hasattr(trainer.recipe.data, "test_limit") else [])]
         self._trial = " and ".join(f"`{option}`" for option in options)
@@ -91,35 +94,35 @@ class Forecast:
         self._seconds, self._steps = 0.0, -1  # of training; the first step also warms up
         self._said_test = self._said_run = False
 
-    def evaluating(self, done: int, total: int) -> str | None:
+    def evaluating(self, done: int, total: int) -> None:
         seconds = time.perf_counter() - self._at
         whole = seconds / done * total
         if self._said_test or seconds < _KNOWN or whole < _SLOW_TEST:
-            return None
+            return
         self._said_test = True
         tests = 1 + math.ceil(self._num_steps / self._every)
-        return (
+        self._say(
             f"A test takes about {duration(whole)} here, and the run has {tests:,}. For a trial, use a smaller recipe "
             f"(`nwise recipes`), or {self._trial}."
         )
 
-    def evaluated(self) -> None:
+    def evaluated(self, step: int, scores: Scores) -> None:
         now = time.perf_counter()
         self._test, self._at = now - self._at, now
 
-    def stepped(self, step: int) -> str | None:
+    def stepped(self, step: int, losses: Tensor) -> None:
         now = time.perf_counter()
         self._steps += 1
         self._seconds += now - self._at if self._steps else 0.0
         self._at = now
         if self._said_run or self._seconds < _KNOWN:
-            return None
+            return
         self._said_run = True
         left = self._num_steps - step
         rest = left * self._seconds / self._steps + math.ceil(left / self._every) * self._test
-        if rest < _SLOW_RUN:
-            return None
-        return f"The other {left:,} steps and their tests take about {duration(rest)} here. Ctrl-C stops with a checkpoint."
+        if rest >= _SLOW_RUN:
+            time_left = f"take about {duration(rest)} here. Ctrl-C stops with a checkpoint."
+            self._say(f"The other {left:,} steps and their tests {time_left}")
 
 
 class _Display(Callback):
@@ -130,7 +133,7 @@ class _Display(Callback):
 
     def started(self, trainer: Trainer) -> None:
         recipe, pipe, self.total = trainer.recipe, trainer.pipe, trainer.num_steps
-        self.began, self.kind, self.forecast = time.perf_counter(), recipe.quality, Forecast(trainer)
+        self.began, self.kind = time.perf_counter(), recipe.quality
         (main, heads), threads, ranks = trainer.num_parameters, torch.get_num_threads(), pipe.processes.size
         processes, each = (f", {ranks} processes", " each") if ranks > 1 else ("", "")
         self.title = (
@@ -139,19 +142,14 @@ class _Display(Callback):
             f" with {threads} thread{'s' if threads > 1 else ''}{each}"
         )
 
-    def say(self, text: str | None) -> None:
-        """Print a line, if there is one; a live table stays below it."""
-        if text is not None:
-            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+    @property
+    def with_forecast(self) -> tuple[Callback, ...]:
+        """The callbacks of a run: a forecast whose lines it prints, and itself."""
+        return Forecast(self.say), self
 
-    def stepped(self, step: int, losses: Tensor) -> None:
-        self.say(self.forecast.stepped(step))
-
-    def evaluating(self, done: int, total: int) -> None:
-        self.say(self.forecast.evaluating(done, total))
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        self.forecast.evaluated()
+    def say(self, text: str) -> None:
+        """Print a line; a live table stays below it."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def stopping(self, text: str) -> None:
         """Show at once, in a signal handler, that the run is about to stop."""
@@ -177,7 +175,6 @@ class LiveDisplay(_Display):
         self.drawn = 0.0
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        super().stepped(step, losses)
         self.progress.update(self.task, completed=step, description="training")
         now = time.perf_counter()
         if now - self.drawn > 1 / _REFRESH_PER_SECOND:
@@ -187,11 +184,9 @@ class LiveDisplay(_Display):
             self.live.update(self.draw())
 
     def evaluating(self, done: int, total: int) -> None:
-        super().evaluating(done, total)
         self.progress.update(self.task, description=f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        super().evaluated(step, scores)
         self.scores = scores
         self.live.update(self.draw())
 
@@ -230,7 +225,6 @@ class PlainDisplay(_Display):
         self.step, self.losses, self.printed = trainer.pipe.steps, "", self.began
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        super().stepped(step, losses)
         self.step = step
         self._line_a_minute(f"training{self.losses}")
 
@@ -238,11 +232,9 @@ class PlainDisplay(_Display):
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
     def evaluating(self, done: int, total: int) -> None:
-        super().evaluating(done, total)
         self._line_a_minute(f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        super().evaluated(step, scores)
         values = " ".join(_quality(score, self.kind).replace(" ", "") for score in scores.heads)
         self.step = step
         self._line(f"test {self.kind} {values}{self.losses}")

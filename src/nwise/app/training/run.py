@@ -61,16 +61,15 @@ class Run:
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
         """Return the newest unfinished run with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
-        folders = []
+        found: list[tuple[int, Path]] = []
         for path in parent.glob("*/run.json"):
-            with suppress(OSError):  # deleted meanwhile
-                folders.append((path.stat().st_mtime_ns, path))
-        for _, path in sorted(folders, reverse=True):
-            with suppress(OSError, ValueError, AttributeError, RecursionError):  # another program's folder
+            with suppress(
+                OSError, ValueError, AttributeError, RecursionError
+            ):  # deleted meanwhile, or of another program
                 run = cls(path.parent)
                 if run.status != "done" and wanted == {name: run.state.get(name) for name in wanted}:
-                    return run
-        return None
+                    found.append((path.stat().st_mtime_ns, path.parent))
+        return cls(max(found)[1]) if found else None
 
     @classmethod
     def open(cls, folder: Path) -> Run:

@@ -90,7 +90,7 @@ class Trainer:
         resume: bool = False,
         allow_restart: bool = False,
     ) -> Scores:
-        """Run all steps of the recipe, with its records and checkpoints.
+        """Run all steps of the recipe, with its records and checkpoints; return the scores after the last step.
 
         An interruption (Ctrl-C) saves the weights before it is raised. A file that cannot be written does not end training;
         see `unwritten`.
@@ -101,9 +101,6 @@ class Trainer:
             policy: when to write checkpoints into the run's folder; None for never.
             resume: resume from the newest checkpoint of the run.
             allow_restart: start over if there is no checkpoint, e.g. when the run crashed before its first one.
-
-        Returns:
-            The scores after the last step.
 
         Raises:
             ValueError: another process writes to the run's folder, or there is no checkpoint to resume from.
@@ -323,12 +320,10 @@ class Trainer:
 
     def _post_mortem(self, facts: dict[str, Any]) -> None:
         """Write the facts to ``post-mortem.json``, unless another process was first or the disk is full."""
-        if self._folder is None:
-            return
-        samples = self._indices(facts["step"]).tolist()
-        text = json.dumps({**facts, "lr": self._phase.rate.value, "samples": samples}, indent=2)
-        with suppress(OSError), (Path(self._folder) / "post-mortem.json").open("x") as file:
-            file.write(text + "\n")
+        if self._folder is not None:
+            facts = {**facts, "lr": self._phase.rate.value, "samples": self._indices(facts["step"]).tolist()}
+            with suppress(OSError), (Path(self._folder) / "post-mortem.json").open("x") as file:
+                file.write(json.dumps(facts, indent=2) + "\n")
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
