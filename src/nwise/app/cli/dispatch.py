@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from nwise.app.cli import COMMANDS
-from nwise.app.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, heading, hide_output, note
+from nwise.app.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, OK, PARSING, Output, heading, hide_output, note
 from nwise.app.recipes import RECIPES, recipe
 from nwise.app.training import Run
 from nwise.checkpoint import PARTIAL
@@ -44,12 +44,12 @@ def execute(program: str, command: Callable[[], Any]) -> int:
 
     Args:
         program: words that start it, for messages.
-        command: function that returns an object with ``run(output)``, which returns an exit code.
+        command: function that returns an object with ``run(output)``, which returns an exit code, or None if all is done.
     """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"{program}: warning: {message}", file=sys.stderr)
-            code = int(command().run(Output()))
+            code = int(command().run(Output()) or OK)
             if sys.stdout is not None:  # None if it is closed
                 sys.stdout.flush()
             return code

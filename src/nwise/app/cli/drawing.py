@@ -14,7 +14,7 @@ import tyro
 from rich.text import Text
 
 from nwise.app.cli.costs import parse_costs, read_file
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.recipes import parse_phases
 from nwise.app.records import json_line
 from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pictures
@@ -49,7 +49,7 @@ class FlowCommand:
     out: Path = Path("flow.png")
     """Figure to write (.png, .svg or .pdf)."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         check_format(self.out)
         if not self.strategy:
             raise ValueError("`strategy` should name at least one. Found none.")
@@ -61,7 +61,6 @@ class FlowCommand:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         flow_figure(strategies, self.stages, self.out)
         console.say(f"Figure: {self.out}")
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class ScheduleCommand:
     json: bool = False
     """Print only JSON: lists and numbers."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if self.out is not None:
             if self.out.suffix not in _FORMATS or self.out.is_dir():
                 raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
@@ -110,7 +109,7 @@ class ScheduleCommand:
             self._write(pictures, self.out)
         if self.json:
             print_json({"schedules": [_as_json(picture) for picture in pictures], "file": self.out and str(self.out)})
-            return OK
+            return
         if self.out is not None:
             console.say(f"Schedule: {self.out}")
         else:
@@ -123,7 +122,6 @@ class ScheduleCommand:
             console.say(f"\n{picture.title}")
             for name, actions in zip(picture.rows, picture.timed.actions, strict=True):
                 console.say(f"{name}: {' '.join(map(str, actions))}")
-        return OK
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
@@ -195,7 +193,7 @@ class ExploreCommand:
     json: bool = False
     """Print only JSON: the page's numbers, without the pictures."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         _check_values(self, "strategy", "stages", "microbatches", "costs", "latency")
         methods, stages, microbatches = map(_distinct, (self.strategy, self.stages, self.microbatches))
         costs = {text: parse_costs(text) for text in self.costs}
@@ -205,7 +203,6 @@ class ExploreCommand:
             print_json({"page": str(self.out), "schedules": schedules})
         else:
             console.say(f"Page: {self.out}")
-        return OK
 
 
 def _distinct(values: Sequence[Any]) -> Sequence[Any]:

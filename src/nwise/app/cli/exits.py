@@ -15,7 +15,7 @@ import tyro
 from rich.markup import escape
 from torch import Tensor
 
-from nwise.app.cli.output import OK, Output, note, print_json
+from nwise.app.cli.output import Output, note, print_json
 from nwise.app.data import Images
 from nwise.app.report.display import numbers_table
 from nwise.app.report.figures import check_format, exits_figure
@@ -58,7 +58,7 @@ class ExitsCommand:
     json: bool = False
     """Print only JSON."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         results: dict[str, _Result] = {}
         networks = []
         for run in self._check():
@@ -96,7 +96,6 @@ class ExitsCommand:
                 note(f"{self.export}: exits would save no work at this accuracy, so the network has none.")
             with replacing(self.export) as partial, partial.open("wb") as file:
                 torch.save(networks[0].cpu(), file)
-        return OK
 
     def _check(self) -> list[Run]:
         """Check everything that can be checked before any work; return the runs."""

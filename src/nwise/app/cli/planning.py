@@ -10,7 +10,7 @@ import tyro
 
 import nwise
 from nwise.app.cli.costs import parse_costs
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.data import steps_per_epoch
 from nwise.app.recipes import recipe
 from nwise.app.training.build import measurable, pick_device
@@ -64,7 +64,7 @@ class PlanCommand:
     json: bool = False
     """Print only JSON: the plan."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if self.recipe is not None and self.costs is not None:
             raise ValueError(
                 "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found both."
@@ -92,14 +92,13 @@ class PlanCommand:
         if self.json:
             measured = {"placement": stages, "profile": source.as_json()} if isinstance(source, Profile) else {}
             print_json(plans.as_json() | measured)
-            return OK
+            return
         console.say(str(plans))
         if isinstance(source, Costs) and self.bandwidth is not None:
             _say_if_free(console, source, self.bandwidth, plans.recommended.seconds)
         if stages is not None and isinstance(source, Profile):
             count = len(source.starts)
             console.say(f"- Or keep the recipe's {count} stages, balanced over the devices: --placement {stages}")
-        return OK
 
     def _devices(self) -> list[nwise.Device]:
         """Return the devices: some number of equal ones, or one for each of several speeds."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.records import json_line
 from nwise.app.report.display import numbers_table
 from nwise.app.report.grid import row_names
@@ -33,7 +33,7 @@ class ReportCommand:
     json: bool = False
     """Print only JSON: the numbers."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if not self.folders:
             raise ValueError("`RUN` should be one or more folders of runs. Found none.")
         out = self.out or self.folders[0] / "report.html"
@@ -46,12 +46,11 @@ class ReportCommand:
         report(runs, out)
         if self.json:
             print_json({"page": str(out), "runs": [_numbers(*one) for one in measured]})
-            return OK
+            return
         for run, trace, comparison in measured:
             if comparison is not None:
                 _print_comparison(console, run.title, trace, comparison)
         console.say(f"Page: {out}")
-        return OK
 
 
 def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:

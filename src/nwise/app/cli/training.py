@@ -225,14 +225,14 @@ class EvaluateCommand:
     device: str = "auto"
     """Device to run on."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         run = Run.open(self.folder)
         pipe, test_data = run.trained(self.device)
         kind = run.recipe.quality
         scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
         if self.json:
             print_json(dataclasses.asdict(scores))
-            return OK
+            return
         status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
         console.say(f"{self.folder}{status}: {len(test_data):,} test samples")
         names = [head_name(k, len(scores.heads)) for k in range(len(scores.heads))]
@@ -242,7 +242,6 @@ class EvaluateCommand:
         for n, score in enumerate(scores.ensembles[1:], start=2):
             table.add_row(f"mean of the top {n}", *score_cells(score, kind))
         console.print(table)
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +258,7 @@ class ExportCommand:
     card: bool = False
     """Also write a model card (README.md) and the recipe (config.json) beside a .safetensors file."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         run = Run.open(self.folder)
         out = self.out or self.folder / "model.safetensors"
         if out.suffix not in (".safetensors", *(() if self.card else _TORCH_SUFFIXES)):
@@ -288,7 +287,6 @@ class ExportCommand:
         for path, text in files.items():
             write_text(path, text)
             console.say(str(path))
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,13 +299,12 @@ class RecipesCommand:
     json: bool = False
     """Print only JSON."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
         if self.json:
             print_json([{"name": name, "description": text} for name, text in rows])
-            return OK
+            return
         table = Table(Column("recipe", no_wrap=True), "what it trains")
         for row in rows:
             table.add_row(*row)
         console.print(table)
-        return OK

@@ -7,63 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from nwise.app.recipes import to_json
+from nwise.app.report.html import asset
 from nwise.app.report.summary import Summary
 from nwise.app.training import Run
 from nwise.checks import needed
-
-_TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ recipe.name }}
-
-A network of {{ stages }} stages, trained by the strategy `{{ strategy }}` of nwise, where a loss trains only some of the stages
-([interlocking backpropagation](https://arxiv.org/abs/2010.04116)). `{{ weights }}` has the main network under the names of the
-unsplit one, without auxiliary heads.{% if tokenizer %} `tokenizer.json` has the tokenizer.{% endif %}
-
-## Load
-
-`pip install nwise`, with the extra `train` for scikit-learn's digits or `data` for Hugging Face data sets.
-
-```python
-import json
-from pathlib import Path
-
-import torch
-from nwise.app.recipes import from_json
-from safetensors.torch import load_file
-
-recipe = from_json(json.loads(Path("config.json").read_text()))
-data, test = recipe.load()  # the shape of the network depends on the data
-network = recipe.build(data).whole()
-network.load_state_dict(load_file("{{ weights }}"))
-x, y = test.batch(torch.arange(8))  # inputs as the network knows them: scaled, or tokens
-output = network.eval()(x)
-```
-
-## Scores
-
-After {{ last.step }} steps and {{ last.samples }} samples, on the test data of `{{ data }}`. The last row is the network's own
-output. The others are of heads, which are not in the file; a head without a row is not trained by this strategy.
-
-| stage | loss | {{ quality }} |
-|---|---|---|
-{% for k, loss, score in scores -%}
-| {{ k }} | {{ "%.4f" | format(loss) }} | {{ "%.4f" | format(score) }} |
-{% endfor %}
-These are the scores of one run with one seed. No other data were tried.
-
-## Training
-
-- mini-batches of {{ recipe.batch_size }} samples, seed {{ recipe.seed }}, {{ recipe.precision }}
-- micro-batches in each: {{ recipe.microbatches }}
-- optimizer: {{ optimizer }}
-{% for note in history -%}
-- {{ note }}
-{% endfor %}
-`config.json` has every setting.
-"""
 
 
 def card_files(run: Run, weights: Path) -> dict[Path, str]:
@@ -112,7 +59,7 @@ def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
     )
     return hub.ModelCard.from_template(
         facts,
-        template_str=_TEMPLATE,
+        template_str=asset("card.md"),
         recipe=recipe,
         stages=summary.num_stages,
         strategy=summary.strategy,

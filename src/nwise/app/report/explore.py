@@ -13,7 +13,7 @@ from typing import Any
 
 from nwise.app.report.charts import bars, kinds, six_digits
 from nwise.app.report.grid import Picture
-from nwise.app.report.html import check_page, write_page
+from nwise.app.report.html import asset, check_page, write_page
 from nwise.checks import check_at_least
 from nwise.planning.plans import is_late, same_gradients
 from nwise.schedule import BASELINES, Costs, Timed
@@ -162,7 +162,7 @@ def _write(
         "local": local,
         "compared": compared,
     }
-    write_page(path, title, _BODY.format(title=title), "explore.js", data)
+    write_page(path, title, asset("explore.html").format(title=title), "explore.js", data)
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
@@ -178,32 +178,3 @@ def _make_entry(picture: Picture) -> dict[str, Any]:
         "utilisation": [six_digits(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
         "bars": bars(picture.events, picture.row, picture.farthest_loss),
     }
-
-
-_BODY = """
-<h1>{title}</h1>
-<p>A network is cut into stages, one row each. Time runs to the right; numbers are micro-batches, small ones the loss that a
-gradient comes from; every other mini-batch is hatched. nwise found every schedule, timed it exactly and bounded it.</p>
-<div class="choices" id="choices" role="group" aria-label="What to show"></div>
-<p id="answer" class="answer" aria-live="polite"></p>
-<p id="absent" class="note" hidden></p>
-<div id="result">
-<div id="grid" class="chart" role="img" aria-label="When each stage does what"></div>
-<div class="wide" tabindex="0"><table class="words"><tbody>
-<tr><th scope="row">time per mini-batch, steady state</th><td id="period"></td></tr>
-<tr><th scope="row">lower bound</th><td id="bound"></td></tr>
-<tr><th scope="row">memory: most in flight</th><td id="held"></td></tr>
-<tr><th scope="row">utilisation</th><td id="busy"></td></tr>
-<tr><th scope="row">order</th><td id="order"></td></tr>
-</tbody></table></div>
-</div>
-<h2>All methods</h2>
-<p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
-compared by time, nor are late gradients. </span>nwise runs every method at this price.</p>
-<div class="wide" tabindex="0"><table id="methods"><thead><tr>
-<th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
-<th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>
-<th scope="col" class="compared">best M</th></tr></thead><tbody></tbody></table></div>
-<p class="note compared">Costs are for a whole mini-batch in one stage, so every M does the same work. Times are per step and
-ignore how much a step achieves: end-to-end needs the fewest steps, local training the most.</p>
-"""

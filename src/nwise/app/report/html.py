@@ -44,17 +44,21 @@ def embed_json(name: str, value: Any) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
+def asset(name: str) -> str:
+    """Return a text of the folder `assets`."""
+    return (files("nwise.app.report") / "assets" / name).read_text(encoding="utf-8")
+
+
 def write_page(path: Path, title: str, body: str, script: str, data: Any) -> None:
     """Write a page with data, and a script of the folder `assets` that draws them."""
-    assets = files("nwise.app.report") / "assets"
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-        f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
+        f"<style>{asset('page.css')}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
         embed_json("data", data),
         f"<script>{plotly()}</script>",
-        *(f"<script>{(assets / name).read_text()}</script>" for name in ("gantt.js", script)),
+        *(f"<script>{asset(name)}</script>" for name in ("gantt.js", script)),
         "</body></html>\n",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
