@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,6 @@ from typing import Annotated, Any
 import torch
 import tyro
 from rich.markup import escape
-from torch import Tensor
 
 from nwise.app.cli.output import Output, note, print_json
 from nwise.app.data import Images
@@ -25,7 +23,6 @@ from nwise.checkpoint import replacing
 from nwise.checks import check_at_least
 from nwise.exits import EarlyExit
 from nwise.progress import with_progress_bar
-from nwise.tensors import run_module
 
 __all__ = ["DROPS", "ExitsCommand"]
 
@@ -170,19 +167,15 @@ def _print(results: dict[str, _Result], console: Output) -> None:
 def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> dict[str, float]:
     """Return the seconds to answer the first samples, without exits (whole) and with them (exits), medians over rounds."""
     count = min(len(data), _TIMED_SAMPLES)
-    starts = range(0, count, batch_size)
     device = next(network.parameters()).device
-    batches = [data.batch(torch.arange(start, min(start + batch_size, count)))[0].to(device) for start in starts]
+    rows = torch.arange(count).split(batch_size)
+    batches = [data.batch(some)[0].to(device) for some in rows]
+    whole = EarlyExit(network.stages, network.heads, {}, "classes")
 
-    def whole(x: Tensor) -> None:
-        hidden: tuple[Tensor, ...] = (x,)
-        for stage in network.stages:
-            hidden = run_module(stage, hidden, "The output of a stage")
-
-    def seconds(call: Callable[[Tensor], object]) -> float:
+    def seconds(module: EarlyExit) -> float:
         began = time.perf_counter()
         for x in batches:
-            call(x)
+            module(x)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
@@ -191,5 +184,5 @@ def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> 
     turns = with_progress_bar(range(rounds + 1), "timing")
     with torch.no_grad():
         times = [(seconds(whole), seconds(network)) for _ in turns]
-    whole_network, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
-    return {"whole": whole_network, "exits": with_exits}
+    without, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"whole": without, "exits": with_exits}

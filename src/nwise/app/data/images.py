@@ -63,12 +63,9 @@ class Images:
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return some normalised float images ``[B, C, H, W]`` and their labels ``[B]``; without a generator not augmented."""
-        if not isinstance(self.pixels, Tensor):
-            return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
-        pixels = self.pixels[indices.to(self.pixels.device)]
-        if random is not None and self.augmentation != "none":
-            pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
-        return self._normalised(pixels, indices)
+        if isinstance(self.pixels, Tensor):
+            return self.finished(self.pixels[indices.to(self.pixels.device)], indices, random)
+        return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
 
     def keys(self, indices: Tensor, random: torch.Generator | None) -> list[tuple[int, int | None]]:
         """Return row and seed of the crop of each image of a batch that is decoded on access; the seed is None without a crop."""
@@ -85,15 +82,14 @@ class Images:
         return augment.random_resized_crop(self.pixels[row], self.size, torch.Generator().manual_seed(seed))
 
     def finished(self, pixels: Tensor, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the batch of images that were decoded for `keys`, on the labels' device; `random` is what made the keys."""
-        pixels = pixels.to(self.labels.device)
+        """Return the batch of images that are decoded, and cut to size for `keys`; `random` is what made the keys."""
         if random is not None and self.augmentation != "none":
             pixels = augment.flip(pixels, random)
-        return self._normalised(pixels, indices)
-
-    def _normalised(self, pixels: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        mean, deviation = torch.tensor([self.mean, self.deviation], device=pixels.device)[:, :, None, None]
-        return (pixels.float() / 255 - mean) / deviation, self.labels[indices.to(self.labels.device)]
+            if isinstance(self.pixels, Tensor):
+                pixels = augment.crop(pixels, self.size // 8, random)
+        device = self.labels.device
+        mean, deviation = torch.tensor([self.mean, self.deviation], device=device)[:, :, None, None]
+        return (pixels.to(device).float() / 255 - mean) / deviation, self.labels[indices.to(device)]
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""

@@ -95,9 +95,10 @@ def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> N
         x, target = samples.batch(torch.arange(size) % len(samples), None)
         return (x,), target
 
+    heads = [*(model.make_head(name).to(device) for name in list(pieces)[:-1]), None]
     return Network(
         pieces,
-        [*(model.make_head(name).to(device) for name in list(pieces)[:-1]), None],
+        heads,
         batch,
         recipe.batch_size,
         make_loss(data),

@@ -110,7 +110,9 @@ class Saver:
         self._saved = time.monotonic()
         try:
             if self._written != self._pipe.steps:
-                self._write(self.phase)
+                self.phase.guard.check_parameters()
+                self._checkpoints.optimizer, rate = self.phase.optimizer, self.phase.rate.state()
+                self._checkpoints.save(loss=self._loss, best=self._best, rate=rate, **self._facts())
                 self._written = self._pipe.steps
             if wait:
                 self._checkpoints.wait()
@@ -121,8 +123,3 @@ class Saver:
                 warnings.warn(f"{error}. Training continues; the previous checkpoint stays.", stacklevel=2)
         else:
             self.unwritten = ""
-
-    def _write(self, phase: Phase) -> None:
-        phase.guard.check_parameters()
-        self._checkpoints.optimizer = phase.optimizer
-        self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())

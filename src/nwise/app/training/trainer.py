@@ -159,9 +159,8 @@ class Trainer:
     def unwritten(self) -> dict[str, str]:
         """The files that could not be written, e.g. on a full disk, with the reasons; by path."""
         files = {} if self.run is None else {str(path): why for path, why in self.run.unwritten.items()}
-        if self._saver is not None and self._saver.unwritten:
-            files[f"{self._folder}/checkpoints"] = self._saver.unwritten
-        return files
+        why = "" if self._saver is None else self._saver.unwritten
+        return files | ({f"{self._folder}/checkpoints": why} if why else {})
 
     def _open(self, policy: CheckpointPolicy | None, resume: bool, allow_restart: bool) -> CheckpointInfo | None:
         """Agree on the folder with all processes; return the checkpoint to resume from."""
@@ -288,14 +287,9 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run for a checkpoint, after writing the records up to it."""
         self._write_log(wait=True)
-        return {
-            "seconds": self._seconds,
-            "samples": self._samples(self.pipe.steps),
-            "config": to_json(self.recipe),
-            "versions": versions(),
-            "untested": self._is_untested,
-            "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None},
-        }
+        states = {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None}
+        facts = {"seconds": self._seconds, "samples": self._samples(self.pipe.steps), "config": to_json(self.recipe)}
+        return {**facts, "versions": versions(), "untested": self._is_untested, "callbacks": states}
 
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
         """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
@@ -304,10 +298,9 @@ class Trainer:
         changes = self._saver.restore(checkpoint, done, facts["config"].get("strategy"), self.recipe.strategy)
         is_untested = bool(facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
-        states = facts.get("callbacks", {})
         for callback in self.callbacks:
-            if type(callback).__name__ in states:
-                callback.restore(states[type(callback).__name__])
+            if (state := facts.get("callbacks", {}).get(type(callback).__name__)) is not None:
+                callback.restore(state)
         self._notify("resumed", self.pipe.steps, changes)
         return is_untested
 
