@@ -268,13 +268,10 @@ class ExportCommand:
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
         if out.resolve() == run.weights_file.resolve():
-            raise ValueError(
-                f"`out` should be another file than the run's own weights. Found {out}; give another path."
-            )
+            raise ValueError(f"`out` should be another file than the run's own weights. Found {out}; rename it.")
         if not main:
-            raise ValueError(
-                f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
-            )
+            found = "Found none under 'model.'; train again."
+            raise ValueError(f"{self.folder} should hold weights of a main network. {found}")
         files = card_files(run, out) if self.card else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in _TORCH_SUFFIXES:

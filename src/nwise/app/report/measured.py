@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from nwise.app.report.grid import Process, make_trace
 from nwise.schedule import Costs, Schedule, Timeline, simulate
@@ -20,8 +20,7 @@ _MS = 1e3
 RankRecord = Sequence[tuple[int, Action, float, float]]
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """An action's measured and predicted start within its stage's step, in milliseconds."""
 
     action: Action
@@ -112,9 +111,9 @@ class Comparison:
         """Measured time per mini-batch: mean time between a stage's updates, averaged over stages."""
         spans = []
         for k in range(self.schedule.num_stages):
-            ends = sorted(e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k)
+            ends = [e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k]
             if len(ends) > 1:
-                spans.append((ends[-1] - ends[0]) / (len(ends) - 1))
+                spans.append((max(ends) - min(ends)) / (len(ends) - 1))
         return mean(spans) if spans else 0.0
 
     @cached_property

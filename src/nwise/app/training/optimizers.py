@@ -122,9 +122,8 @@ class LearningRate:
         """
         drops = state.get("drops")
         if not isinstance(drops, int) or not 0 <= drops < 1000:
-            raise ValueError(
-                f"The state of a rate should have its drops. Found {state}; resume from another checkpoint."
-            )
+            found = f"Found {state}; resume from another checkpoint."
+            raise ValueError(f"The state of a rate should have its drops. {found}")
         if self._patience is not None and {"best", "num_bad_epochs"} <= set(state):
             self._best, self._bad, self._drops = state["best"], state["num_bad_epochs"], drops
         self._set(steps)

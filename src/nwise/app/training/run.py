@@ -221,9 +221,8 @@ class Run:
         try:
             pipe.heads.load_state_dict(under(weights, "heads."))
         except RuntimeError as error:
-            raise ValueError(
-                f"{self.folder} should hold the weights of its heads. Found: {error}; train again."
-            ) from error
+            wanted = f"{self.folder} should hold the weights of its heads."
+            raise ValueError(f"{wanted} Found: {error}; train again.") from error
 
     def trained(self, device: str) -> tuple[Pipeline, Images | Tokens]:
         """Build the pipeline with the run's weights; return it and the test set, on a device."""
@@ -251,14 +250,8 @@ def new_run(recipe: Recipe, parent: Path) -> Run:
     """Make a folder named after the recipe and the strategy, with the configuration in it."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
     run = Run(numbered(parent, f"{recipe.name}-{strategy}"))
-    state = {
-        "config": to_json(recipe),
-        "versions": versions(),
-        "seed": recipe.seed,
-        "status": "running",
-        "launch": _launch(),
-    }
-    run._write_state(state)
+    state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
+    run._write_state({**state, "launch": _launch()})
     return run
 
 
