@@ -21,7 +21,7 @@ from nwise.app.report.figures import Curve, compare_figure, flow_figure
 from nwise.app.report.grid import Picture, row_names
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Score, Scores, Trainer
-from nwise.app.training.timeline import load
+from nwise.app.training.log import load
 from nwise.schedule import Costs, best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import PAPER

@@ -21,30 +21,23 @@ _HATCHING = {"fillmode": "overlay", "fgcolor": "white", "solidity": 0.25}
 
 
 def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
-    """Draw the curves of every head of every run; None if there are none.
+    """Draw the curves of every head over a title; None if there are none.
 
-    Args:
-        runs: name, number of stages and series of each run.
-        title: title of the vertical axis.
-        several: whether the page has several runs, each with its name and colour.
+    A run has a name, a number of stages and series; if the page has several runs, each has its own colour.
     """
     traces = []
     for i, (name, num_stages, curves) in enumerate(runs):
         for series in curves:
             output, head = series.head == num_stages - 1, head_name(series.head, num_stages)
             colour, dash = i if several else series.head, _DASHES[(num_stages - 1 - series.head) % len(_DASHES)]
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": f"{name}, {head}" if several else head,
-                    "visible": True if output or not several else "legendonly",
-                    "along": series.along,
-                    "y": series.values,
-                    "line": {"color": COLOURS[colour % len(COLOURS)], "dash": dash},
-                    "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
-                }
-            )
+            look = {
+                "mode": "lines+markers",
+                "line": {"color": COLOURS[colour % len(COLOURS)], "dash": dash},
+                "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
+                "visible": True if output or not several else "legendonly",
+            }
+            label = f"{name}, {head}" if several else head
+            traces.append({"type": "scatter", "name": label, "along": series.along, "y": series.values, **look})
     if not traces:
         return None
     layout = _layout(340 + 18 * min(len(traces), 12), title)

@@ -33,11 +33,6 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ""
     return f'<div class="wide" tabindex="0"><table{style}>{inside}</table></div>'
 
 
-def section(name: str, title: str, body: str) -> str:
-    """Build a part of a page that links can point to."""
-    return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}</section>\n'
-
-
 def embed_json(name: str, value: Any) -> str:
     """Embed data for the page's script; ``<`` is escaped, so no text in it can end the element."""
     text = json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -30,17 +30,11 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured timeline and the predicted one; times in milliseconds.
-
-    Args:
-        schedule: the schedule of the run.
-        ranks: record of each rank.
-        bytes_sent: bytes of activations and gradients per rank and step, measured and predicted.
-    """
+    """A measured timeline and the predicted one; times in milliseconds."""
 
     schedule: Schedule
     ranks: Sequence[RankRecord]
-    bytes_sent: Sequence[dict[str, Any]]
+    bytes_sent: Sequence[dict[str, Any]]  # of activations and gradients per rank and step, measured and predicted
 
     @cached_property
     def costs(self) -> Costs:

@@ -13,7 +13,7 @@ from nwise.app.report.charts import gantt, kinds, lines, utilisation
 from nwise.app.report.display import number
 from nwise.app.report.figures import flow_figure
 from nwise.app.report.grid import Picture, row_names
-from nwise.app.report.html import HtmlCell, section, table, write_page
+from nwise.app.report.html import HtmlCell, table, write_page
 from nwise.app.report.measured import Comparison
 from nwise.app.report.summary import AXES, Summary
 from nwise.schedule import PAPER, best
@@ -46,7 +46,8 @@ def report(runs: Sequence[Summary], path: Path) -> None:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, (heading, _) in parts.items())
     body = f'<h1>{html.escape(title)}</h1><nav aria-label="Parts of this page"><ul>{links}</ul></nav>\n'
-    body += "".join(section(name, heading, text) for name, (heading, text) in parts.items())
+    for name, (heading, text) in parts.items():
+        body += f'<section id="{name}"><h2>{heading}</h2>\n{text}</section>\n'
     write_page(path, f"nwise report: {title}", body, "report.js", {"kinds": kinds(), "charts": page.charts})
 
 

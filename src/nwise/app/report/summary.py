@@ -14,7 +14,7 @@ import nwise
 from nwise.app.recipes import Phases, Recipe, joined, to_json
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Run
-from nwise.app.training.timeline import load
+from nwise.app.training.log import load
 from nwise.flow import flows_for
 from nwise.schedule.ages import strategy_ages
 from nwise.schedule.named import choose
@@ -24,29 +24,18 @@ AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers of one head along a run.
+    """Numbers of one head along a run."""
 
-    Args:
-        head: stage of the head.
-        along: steps, samples and seconds of the values.
-        values: the numbers; None if there is none.
-    """
-
-    head: int
-    along: dict[str, list[float]]
+    head: int  # its stage
+    along: dict[str, list[float]]  # steps, samples and seconds of the values
     values: list[float | None]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a run's folder.
+    """The contents of a run's folder."""
 
-    Args:
-        name: name of the run on the page.
-        run: the folder.
-    """
-
-    name: str
+    name: str  # of the run on the page
     run: Run
 
     @classmethod

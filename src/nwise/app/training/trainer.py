@@ -18,11 +18,10 @@ from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Scores, evaluate
-from nwise.app.training.log import StepLog
+from nwise.app.training.log import StepLog, TimelineRecorder
 from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
 from nwise.app.training.saver import CheckpointPolicy, Saver
-from nwise.app.training.timeline import TimelineRecorder
 from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
