@@ -27,7 +27,7 @@ from nwise.app.data import (
     sources,
 )
 from nwise.app.data.images import _decode
-from nwise.app.data.order import permutation, steps_per_epoch
+from nwise.app.data.loading import permutation, steps_per_epoch
 from nwise.app.data.sources import tables
 from nwise.app.data.text import standard_library
 from nwise.app.training import evaluate

@@ -324,7 +324,7 @@ def test_explorer_json_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [(one["method"], one["stages"]) for one in found] == [("2-wise", 4), ("end-to-end", 2), ("end-to-end", 4)]
     # By the paper's formula: three slots of half a mini-batch for each of two micro-batches.
     assert found[0]["period"] == 3.0
-    assert "events" not in found[0]
+    assert "bars" not in found[0]
 
 
 def test_explorer_of_a_delay(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_empty_explorer_and_report_of_non_finite_run(tmp_path: Path) -> None:
     )
     assert cli.run(["report", str(tmp_path / "digits-2-wise-001")]) == 0
     page = (tmp_path / "digits-2-wise-001" / "report.html").read_text()
-    assert "NaN" not in page.split('id="charts">')[1].split("</script>")[0]
+    assert "NaN" not in page.split('id="data">')[1].split("</script>")[0]
 
 
 def trained(tmp_path: Path, *options: str, recipe: str = "digits") -> None:
@@ -349,8 +349,8 @@ def trained(tmp_path: Path, *options: str, recipe: str = "digits") -> None:
 
 
 def charts(page: Path) -> dict[str, Any]:
-    text = page.read_text().split('id="charts">')[1].split("</script>")[0]
-    found: dict[str, Any] = json.loads(text)
+    text = page.read_text().split('id="data">')[1].split("</script>")[0]
+    found: dict[str, Any] = json.loads(text)["charts"]
     return found
 
 

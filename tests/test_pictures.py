@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from nwise.app import cli
-from nwise.app.report.grid import Picture, terminal_grid
-from nwise.app.report.trace import chrome_trace
+from nwise.app.report.grid import Picture, chrome_trace, terminal_grid
 from nwise.schedule import PAPER, Costs, baseline, best
 
 

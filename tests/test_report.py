@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
-import types
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,12 @@ from nwise.app.cli.output import Output
 from nwise.app.cli.report import _print_comparison
 from nwise.app.recipes import ImageSource, recipe
 from nwise.app.report.charts import gantt, utilisation
-from nwise.app.report.display import LiveDisplay, PlainDisplay, display_for
+from nwise.app.report.display import Forecast, LiveDisplay, PlainDisplay, display_for
 from nwise.app.report.figures import Curve, compare_figure, flow_figure
-from nwise.app.report.forecast import Forecast
 from nwise.app.report.grid import Picture, row_names
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Score, Scores, Trainer
-from nwise.app.training.timeline import load
+from nwise.app.training.log import load
 from nwise.schedule import Costs, best, simulate
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.costs import PAPER
@@ -71,22 +69,27 @@ class Clock:
 def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the first test of the paper's ResNet took six minutes without a word, and 40 hours of training followed."""
     clock = Clock()
-    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
+    monkeypatch.setattr("nwise.app.report.display.time", clock)
     monkeypatch.setattr("nwise.app.report.display.time", clock)
     config = dataclasses.replace(recipe("digits"), epochs=100)
     trainer = Trainer(config)
     object.__setattr__(config, "data", ImageSource(source="cifar10"))  # which takes `--test-limit`
     display = PlainDisplay(Console(file=io.StringIO(), width=100))
-    display.started(trainer)
+    watching = display.with_forecast
+    for callback in watching:
+        callback.started(trainer)
     for done in range(1, 11):
         clock.now += 9
-        display.evaluating(done, 10)
+        for callback in watching:
+            callback.evaluating(done, 10)
     losses = torch.tensor([0.5, 0.25])
-    display.evaluated(0, Scores((None, Score(1.0, 0.5))))
+    for callback in watching:
+        callback.evaluated(0, Scores((None, Score(1.0, 0.5))))
     for step in range(1, 11):
         clock.now += 20
-        display.stepped(step, losses)
-        display.logged(step, losses)
+        for callback in watching:
+            callback.stepped(step, losses)
+            callback.logged(step, losses)
     assert isinstance(display.console.file, io.StringIO)
     assert display.console.file.getvalue().splitlines()[2:] == [
         "A test takes about 90 seconds here, and the run has 101. For a trial, use a smaller recipe (`nwise recipes`), or "
@@ -101,15 +104,18 @@ def test_slow_run_is_announced_and_has_a_line_a_minute(monkeypatch: pytest.Monke
 
 def test_fast_run_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("nwise.app.report.forecast.time", clock)
-    forecast = Forecast(Trainer(recipe("digits")))
+    monkeypatch.setattr("nwise.app.report.display.time", clock)
+    said: list[str] = []
+    forecast = Forecast(said.append)
+    forecast.started(Trainer(recipe("digits")))
     for done in range(1, 4):
         clock.now += 4
-        assert forecast.evaluating(done, 3) is None
-    forecast.evaluated()
+        forecast.evaluating(done, 3)
+    forecast.evaluated(0, Scores((None,)))
     for step in range(1, 41):
         clock.now += 0.2
-        assert forecast.stepped(step) is None
+        forecast.stepped(step, torch.zeros(1))
+    assert said == []
 
 
 def test_stop_is_shown_at_once_below_the_live_table() -> None:
@@ -149,13 +155,12 @@ def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
     """Regression: for rotating and delayed strategies the chart took passes through the lists for mini-batches."""
     timed = best(nwise.strategy(name), num_stages=3, num_microbatches=1, costs=Costs(1, 0, 1, 1))
     picture = Picture("", timed, 2)
-    bars = gantt(picture.timeline.events, "", 2)["data"]
-    by_kind = {trace["name"][0]: trace["marker"]["pattern"]["shape"] for trace in bars}
-    assert sorted(by_kind["F"]) == ["", "", "", "/", "/", "/"]
+    bars = gantt(picture.timeline.events, "", 2)["bars"]
+    assert sorted(batch for kind, _, _, _, batch, *_ in bars if kind == "F") == [0, 0, 0, 1, 1, 1]
     turns = len(timed.schedule.flows)
     passes = [sum(timed.schedule.passes[batch % turns].values()) for batch in range(2)]
-    later = [shape for kind, shapes in by_kind.items() if kind != "F" for shape in shapes]
-    assert [later.count(""), later.count("/")] == passes
+    later = [batch for kind, _, _, _, batch, *_ in bars if kind != "F"]
+    assert [later.count(0), later.count(1)] == passes
 
 
 def test_measured_run_is_compared_with_its_prediction() -> None:
@@ -187,7 +192,7 @@ def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
     chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})
     assert chart["data"][0]["x"] == ["rank 0", "rank 1"]
     console = Output(file=io.StringIO(), width=120)
-    _print_comparison(console, types.SimpleNamespace(title="run", run=types.SimpleNamespace(folder=Path())), found)  # type: ignore[arg-type]
+    _print_comparison(console, "run", Path(), found)
     assert "bytes sent by rank 1 in a step" in console.file.getvalue()  # type: ignore[attr-defined]
 
 

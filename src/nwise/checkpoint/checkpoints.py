@@ -7,7 +7,7 @@ import math
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -39,10 +39,12 @@ class Resumed:
     Args:
         step: number of mini-batches done, after which the run continues.
         changes: the differences from the saved state, in one line; empty if there are none.
+        parts: the same, one by one.
     """
 
     step: int
     changes: str
+    parts: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
 
 class Checkpoints:
@@ -224,8 +226,8 @@ class Checkpoints:
     def restore(self, info: CheckpointInfo, *, settings: bool = True) -> Resumed:
         """Load a checkpoint; see `nwise.checkpoint.state.restore`."""
         with self._processes.telling():
-            changes = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
-            return Resumed(info.facts["step"], changes)
+            parts = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
+            return Resumed(info.facts["step"], "; ".join(parts), tuple(parts))
 
     def resume(self) -> Resumed | None:
         """Load the newest checkpoint that can be read; return None if there is no checkpoint.

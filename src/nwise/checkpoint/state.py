@@ -143,14 +143,14 @@ def restore(
     group: dist.ProcessGroup | None = None,
     *,
     settings: bool = True,
-) -> str:
+) -> list[str]:
     """Load a checkpoint into a pipeline, whose cut may differ; all processes call it.
 
     Strategy, replicas and heads may differ too. The optimizer is a fresh one, or None to load none of its state. With `settings`
     its groups get the options of the checkpoint, as `load_state_dict` does in torch.
 
     Returns:
-        The differences from the saved state, in one line; empty if there are none.
+        The differences from the saved state; empty if there are none.
 
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
@@ -209,7 +209,7 @@ def restore(
     changes = _differences(pipe, facts, sizes, [new["heads"], [*used], new["losses"], notes], optimizer)
     if lost := 0 if kept else int(facts.get("due", 0)):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
-    return "; ".join(changes)
+    return changes
 
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:

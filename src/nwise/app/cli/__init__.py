@@ -12,34 +12,19 @@ from nwise.lazy import submodule
 
 __all__ = ["COMMANDS", "main", "run"]
 
-# Module and class of each command, and its line in `nwise --help`.
+# Module of each command, whose class is `TrainCommand` and so on, and its line in `nwise --help`.
 COMMANDS = {
-    "train": (
-        "nwise.app.cli.training:TrainCommand",
-        "Train a recipe, showing loss and accuracy of every head; can be resumed.",
-    ),
-    "compare": (
-        "nwise.app.cli.training:CompareCommand",
-        "Train several strategies from the same start; a table and a figure.",
-    ),
-    "evaluate": (
-        "nwise.app.cli.training:EvaluateCommand",
-        "Score a run on its test set: every head, and ensembles of the top n heads.",
-    ),
-    "exits": ("nwise.app.cli.exits:ExitsCommand", "Let easy samples exit early: accuracy against work and time."),
-    "export": ("nwise.app.cli.training:ExportCommand", "Write the main network without its heads."),
-    "recipes": ("nwise.app.cli.training:RecipesCommand", "List the recipes."),
-    "plan": (
-        "nwise.app.cli.planning:PlanCommand",
-        "Find the fastest strategy and number of micro-batches for devices and costs.",
-    ),
-    "schedule": (
-        "nwise.app.cli.drawing:ScheduleCommand",
-        "Show orders of work, in the terminal or as a figure, a page, or a trace.",
-    ),
-    "explore": ("nwise.app.cli.drawing:ExploreCommand", "Write a page on which to explore schedules."),
-    "flow": ("nwise.app.cli.drawing:FlowCommand", "Draw which loss trains which stage."),
-    "report": ("nwise.app.cli.report:ReportCommand", "Show runs on one page that opens offline."),
+    "train": ("training", "Train a recipe, showing loss and accuracy of every head; can be resumed."),
+    "compare": ("training", "Train several strategies from the same start; a table and a figure."),
+    "evaluate": ("training", "Score a run on its test set: every head, and ensembles of the top n heads."),
+    "exits": ("exits", "Let easy samples exit early: accuracy against work and time."),
+    "export": ("training", "Write the main network without its heads."),
+    "recipes": ("training", "List the recipes."),
+    "plan": ("planning", "Find the fastest strategy and number of micro-batches for devices and costs."),
+    "schedule": ("drawing", "Show orders of work, in the terminal or as a figure, a page, or a trace."),
+    "explore": ("drawing", "Write a page on which to explore schedules."),
+    "flow": ("drawing", "Draw which loss trains which stage."),
+    "report": ("report", "Show runs on one page that opens offline."),
 }
 
 

@@ -44,23 +44,24 @@ def parse_costs(text: str, *needed: str) -> Costs:
     for name in values:
         if name not in names:
             raise ValueError(f"Costs should have names among {', '.join(names)}. Found {name!r}.{hint(name, names)}")
-    if missing := [name for name in names[:4] if name not in values]:
-        raise ValueError(
-            f"Costs should have {', '.join(names[:4])}, or be one of {', '.join(PRESETS)}. Found no {missing[0]} in {text!r}."
-        )
-    if missing := [name for name in needed if name not in values]:
-        raise ValueError(f"`costs` should give `{missing[0]}` if `memory` is limited. Found none in {text!r}.")
+    for name in names[:4]:
+        if name not in values:
+            wanted = f"{', '.join(names[:4])}, or be one of {', '.join(PRESETS)}"
+            raise ValueError(f"Costs should have {wanted}. Found no {name} in {text!r}.")
+    for name in needed:
+        if name not in values:
+            raise ValueError(f"`costs` should give `{name}` if `memory` is limited. Found none in {text!r}.")
     return PRESETS[text] if text in PRESETS else Costs(**values)
 
 
 def read_file(path: Path, option: str) -> str:
     """Read a text; raise ValueError that names the option if there is no such file, or it is not in UTF-8."""
     if not path.is_file():
-        raise ValueError(f"`{option}` should be a file. Found none at {str(path)!r}.")
+        raise ValueError(f"`{option}` should be a file. Found none at {str(path)!r}; give another path.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"`{option}` should be a file in UTF-8. Found {error} in {path}.") from error
+        raise ValueError(f"`{option}` should be a file in UTF-8. Found {error} in {path}; convert it.") from error
 
 
 def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
     if len(parts) > len(names):
         raise ValueError(f"Costs should be at most {len(names)} numbers. Found {len(parts)} in {text!r}.")
     for part, place in zip(parts, names, strict=False):
-        name, _, numbers = part.partition("=") if "=" in text else (place, "", part)
+        name, _, numbers = map(str.strip, part.partition("=") if "=" in text else (place, "", part))
         try:
             times = [float(number) for number in numbers.split(":")]
         except ValueError as error:
@@ -77,9 +78,9 @@ def _from_pairs(text: str, names: Sequence[str]) -> dict[str, Any]:
                 f"Costs should be {', '.join(PRESETS)}, or like forward=1,head=0.5,input_grad=1,weight_grad=1. Found {part!r}."
                 f"{hint(text, PRESETS)}"
             ) from error
-        if name.strip() in values:
-            raise ValueError(f"Costs should have {name.strip()} once. Found it twice in {text!r}.")
-        values[name.strip()] = times if len(times) > 1 else times[0]
+        if name in values:
+            raise ValueError(f"Costs should have {name} once. Found it twice in {text!r}.")
+        values[name] = times if len(times) > 1 else times[0]
     return values
 
 
@@ -87,7 +88,8 @@ def _from_json(where: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} should contain JSON. Found {error}.") from error
+        raise ValueError(f"{where} should contain JSON. Found {error}; correct it.") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{where} should contain one JSON object of costs. Found {type(values).__name__}.")
+        found = type(values).__name__
+        raise ValueError(f"{where} should contain one JSON object of costs. Found {found}; give names and numbers.")
     return values

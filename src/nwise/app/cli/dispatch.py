@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from nwise.app.cli import COMMANDS
-from nwise.app.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, PARSING, Output, heading, hide_output, note
+from nwise.app.cli.output import BAD_INPUT, CLOSED, FAILED, INTERRUPTED, OK, PARSING, Output, heading, hide_output, note
 from nwise.app.recipes import RECIPES, recipe
 from nwise.app.training import Run
 from nwise.checkpoint import PARTIAL
@@ -27,12 +27,7 @@ __all__ = ["execute"]
 
 
 def dispatch(name: str, arguments: list[str]) -> int:
-    """Run a command of `nwise` and return its exit code.
-
-    Args:
-        name: name of the command.
-        arguments: words after the name.
-    """
+    """Run a command of `nwise`, with the words after its name, and return its exit code."""
 
     def command() -> Any:
         if name not in COMMANDS:
@@ -49,12 +44,12 @@ def execute(program: str, command: Callable[[], Any]) -> int:
 
     Args:
         program: words that start it, for messages.
-        command: function that returns an object with ``run(output)``, which returns an exit code.
+        command: function that returns an object with ``run(output)``, which returns an exit code, or None if all is done.
     """
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: print(f"{program}: warning: {message}", file=sys.stderr)
-            code = int(command().run(Output()))
+            code = int(command().run(Output()) or OK)
             if sys.stdout is not None:  # None if it is closed
                 sys.stdout.flush()
             return code
@@ -84,7 +79,7 @@ def _sentence(error: Exception) -> str:
 
 def parse(name: str, arguments: list[str]) -> Any:
     """Return the command with its options, ready to run."""
-    kind = resolve_name(COMMANDS[name][0])
+    kind = resolve_name(f"nwise.app.cli.{COMMANDS[name][0]}:{name.capitalize()}Command")
     options = partial(tyro.cli, kind, prog=f"nwise {name}", args=arguments, config=PARSING)
     if name not in ("train", "compare"):
         return options()
@@ -92,9 +87,8 @@ def parse(name: str, arguments: list[str]) -> Any:
         config = Run.open(folder).recipe
         command = options(default=kind(recipe=config.name, config=config))
         if command.recipe != config.name:
-            raise ValueError(
-                f"`RECIPE` should be the run's own, {config.name!r}, or be left out. Found {command.recipe!r}."
-            )
+            found = f"Found {command.recipe!r}."
+            raise ValueError(f"`RECIPE` should be the run's own, {config.name!r}, or be left out. {found}")
         return command
     # The recipe decides the defaults of all other options, and may come after them. So a first parse with a guess finds the
     # recipe: the first word, or any word that is one, unless it is the value of an option. The second has its defaults.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +14,13 @@ import tyro
 from rich.text import Text
 
 from nwise.app.cli.costs import parse_costs, read_file
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.recipes import parse_phases
 from nwise.app.records import json_line
 from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pictures
 from nwise.app.report.figures import check_format, flow_figure
-from nwise.app.report.grid import Picture, legend, schedule_figure, terminal_grid
-from nwise.app.report.html import check_page, plotly
-from nwise.app.report.trace import chrome_trace
+from nwise.app.report.grid import Picture, chrome_trace, legend, schedule_figure, terminal_grid
+from nwise.app.report.html import plotly
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
 from nwise.schedule import BASELINES, Timed, timed
@@ -29,7 +29,8 @@ from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
 
-_FORMATS = (".png", ".svg", ".pdf", ".html", ".json", ".csv")
+_FIGURES = (".png", ".svg", ".pdf")
+_FORMATS = (*_FIGURES, ".html", ".json", ".csv")
 _NOT_WITH_CSV = ("strategy", "stages", "microbatches", "order", "ranks", "placement")
 _METHODS = f"Strategies, or {', '.join(BASELINES)}, separated by spaces."
 
@@ -48,7 +49,7 @@ class FlowCommand:
     out: Path = Path("flow.png")
     """Figure to write (.png, .svg or .pdf)."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         check_format(self.out)
         if not self.strategy:
             raise ValueError("`strategy` should name at least one. Found none.")
@@ -60,7 +61,6 @@ class FlowCommand:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         flow_figure(strategies, self.stages, self.out)
         console.say(f"Figure: {self.out}")
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,11 @@ class ScheduleCommand:
     json: bool = False
     """Print only JSON: lists and numbers."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if self.out is not None:
             if self.out.suffix not in _FORMATS or self.out.is_dir():
                 raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
-            if self.out.suffix in (".png", ".svg", ".pdf"):
+            if self.out.suffix in _FIGURES:
                 check_format(self.out)
             if self.out.suffix == ".html":
                 plotly()  # fails early where it is missing
@@ -109,21 +109,19 @@ class ScheduleCommand:
             self._write(pictures, self.out)
         if self.json:
             print_json({"schedules": [_as_json(picture) for picture in pictures], "file": self.out and str(self.out)})
-        elif self.out is not None:
+            return
+        if self.out is not None:
             console.say(f"Schedule: {self.out}")
         else:
+            width = console.width if console.is_terminal else sys.maxsize  # piped output has no width
             for picture in pictures:
                 console.print(Text.assemble((picture.title, "bold"), f": {picture.caption}"), soft_wrap=True)
-                # Piped output has no width.
-                width = console.width if console.is_terminal else sys.maxsize
                 console.print(terminal_grid(picture, width), end="", soft_wrap=True)
             console.print(legend(pictures), soft_wrap=True)
-        if self.lists and not self.json:
-            for picture in pictures:
-                console.say(f"\n{picture.title}")
-                for name, actions in zip(picture.rows, picture.timed.actions, strict=True):
-                    console.say(f"{name}: {' '.join(map(str, actions))}")
-        return OK
+        for picture in pictures if self.lists else ():
+            console.say(f"\n{picture.title}")
+            for name, actions in zip(picture.rows, picture.timed.actions, strict=True):
+                console.say(f"{name}: {' '.join(map(str, actions))}")
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
@@ -141,19 +139,18 @@ class ScheduleCommand:
         options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
         if self.placement is not None:
             options["placement"] = parse_placement(self.placement)
+        time = timed_method if self.order == "best" else partial(timed_order, self.order)
         ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
         for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
-            numbers = {"num_stages": stages, "num_microbatches": m, "costs": parse_costs(text), **options}
-            schedule = (
-                timed_method(name, **numbers) if self.order == "best" else timed_order(self.order, name, **numbers)
-            )
+            schedule = time(name, num_stages=stages, num_microbatches=m, costs=parse_costs(text), **options)
             yield text, schedule, f"{name}, A = {stages}{ranks}, M = {m}"
 
     def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name in _NOT_WITH_CSV and given != field.default:
-                raise ValueError(f"`{field.name}` should not be given with `csv`, whose file has one. Found {given!r}.")
+        for name in _NOT_WITH_CSV:
+            if (given := getattr(self, name)) != getattr(ScheduleCommand, name):
+                raise ValueError(
+                    f"`{name}` should not be given with `csv`, whose file has one. Found {given!r}; leave it out."
+                )
         schedule = read_csv(read_file(path, "csv"), path.stem)
         title = f"{path.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
         for text in self.costs:
@@ -196,30 +193,26 @@ class ExploreCommand:
     json: bool = False
     """Print only JSON: the page's numbers, without the pictures."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         _check_values(self, "strategy", "stages", "microbatches", "costs", "latency")
+        methods, stages, microbatches = map(_distinct, (self.strategy, self.stages, self.microbatches))
         costs = {text: parse_costs(text) for text in self.costs}
-        choices = Choices(
-            tuple(dict.fromkeys(self.strategy)),
-            tuple(dict.fromkeys(self.stages)),
-            tuple(dict.fromkeys(self.microbatches)),
-            costs,
-            tuple(dict.fromkeys(self.latency)),
-        )
-        choices.check()
-        check_page(self.out)
+        choices = Choices(methods, stages, microbatches, costs, _distinct(self.latency))
         schedules = explore(choices, self.out, progress_bar("timing schedules"))
         if self.json:
             print_json({"page": str(self.out), "schedules": schedules})
         else:
             console.say(f"Page: {self.out}")
-        return OK
+
+
+def _distinct(values: Sequence[Any]) -> Sequence[Any]:
+    return list(dict.fromkeys(values))
 
 
 def _check_values(command: object, *names: str) -> None:
     for name in names:
         if not getattr(command, name):
-            raise ValueError(f"`{name}` should have at least one value. Found none.")
+            raise ValueError(f"`{name}` should have at least one value. Found none; give one or leave it out.")
 
 
 def _as_json(picture: Picture) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +12,8 @@ from typing import Annotated, Any
 import torch
 import tyro
 from rich.markup import escape
-from torch import Tensor
 
-from nwise.app.cli.output import OK, Output, note, print_json
+from nwise.app.cli.output import Output, note, print_json
 from nwise.app.data import Images
 from nwise.app.report.display import numbers_table
 from nwise.app.report.figures import check_format, exits_figure
@@ -25,7 +23,6 @@ from nwise.checkpoint import replacing
 from nwise.checks import check_at_least
 from nwise.exits import EarlyExit
 from nwise.progress import with_progress_bar
-from nwise.tensors import run_module
 
 __all__ = ["DROPS", "ExitsCommand"]
 
@@ -58,11 +55,10 @@ class ExitsCommand:
     json: bool = False
     """Print only JSON."""
 
-    def run(self, console: Output) -> int:
-        runs = self._check()
+    def run(self, console: Output) -> None:
         results: dict[str, _Result] = {}
         networks = []
-        for run in runs:
+        for run in self._check():
             pipe, data = run.trained(self.device)
             assert isinstance(data, Images)
             if len(data) < 2:
@@ -85,7 +81,7 @@ class ExitsCommand:
         if self.json:
             print_json({folder: result.as_json() for folder, result in results.items()})
         else:
-            self._print(results, console)
+            _print(results, console)
         if self.out is not None:
             curves = {
                 f"{result.strategy}, {folder}": [(work, 100 * share) for work, share in result.curve()]
@@ -97,7 +93,6 @@ class ExitsCommand:
                 note(f"{self.export}: exits would save no work at this accuracy, so the network has none.")
             with replacing(self.export) as partial, partial.open("wb") as file:
                 torch.save(networks[0].cpu(), file)
-        return OK
 
     def _check(self) -> list[Run]:
         """Check everything that can be checked before any work; return the runs."""
@@ -112,32 +107,12 @@ class ExitsCommand:
         if not self.folders:
             raise ValueError("`RUN` should name the folder of at least one run. Found none.")
         runs = [Run.open(folder) for folder in self.folders]
-        for run in runs:
-            if run.recipe.quality == "perplexity":
-                raise ValueError(f"{run.folder} should classify images for early exits. Found a run on text.")
+        if texts := [run.folder for run in runs if run.recipe.quality == "perplexity"]:
+            raise ValueError(f"{texts[0]} should classify images for early exits. Found a run on text; leave it out.")
         for path in (self.out, self.export):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
         return runs
-
-    def _print(self, results: dict[str, _Result], console: Output) -> None:
-        table = numbers_table(None, "run", "accuracy", "with exits", "work saved", "time saved")
-        for folder, result in results.items():
-            seconds = result.seconds
-            saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
-            accuracy, exits = result.seen.accuracy, result.outcome
-            cells = [f"{100 * accuracy:.2f} %", f"{100 * exits.accuracy:.2f} %", f"{100 * (1 - exits.work):.0f} %"]
-            table.add_row(escape(folder), *cells, saved)
-        console.print(table)
-        if len(results) == 1:
-            result = next(iter(results.values()))
-            table = numbers_table(None, "exit", "accuracy of its head", "threshold", "samples that leave")
-            for (k, right), share in zip(result.heads.items(), result.outcome.leaving, strict=True):
-                last = k == result.seen.stages[-1]
-                bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
-                name = "output" if last else f"stage {k}"
-                table.add_row(name, f"{100 * right:.2f} %", bound, f"{100 * share:.1f} %")
-            console.print(table)
 
 
 @dataclass(frozen=True)
@@ -152,7 +127,7 @@ class _Result:
     @property
     def heads(self) -> dict[int, float]:
         """Share of right answers of every head, by stage."""
-        return {k: float(self.seen.right[:, i].double().mean()) for i, k in enumerate(self.seen.stages)}
+        return dict(zip(self.seen.stages, self.seen.right.double().mean(0).tolist(), strict=True))
 
     def curve(self) -> list[tuple[float, float]]:
         """Return points of (share of the main network's work, accuracy), the first one without exits."""
@@ -160,7 +135,6 @@ class _Result:
         return [(1.0, self.seen.accuracy), *((point.work, point.accuracy) for point in points)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything but the samples."""
         return {
             "accuracy": self.seen.accuracy,
             "heads": self.heads,
@@ -172,22 +146,36 @@ class _Result:
         }
 
 
+def _print(results: dict[str, _Result], console: Output) -> None:
+    rows = []
+    for folder, result in results.items():
+        seconds, exits = result.seconds, result.outcome
+        saved = "–" if seconds is None else f"{100 * (1 - seconds['exits'] / seconds['whole']):.0f} %"
+        accuracies = [f"{100 * accuracy:.2f} %" for accuracy in (result.seen.accuracy, exits.accuracy)]
+        rows.append([escape(folder), *accuracies, f"{100 * (1 - exits.work):.0f} %", saved])
+    console.print(numbers_table(None, ("run", "accuracy", "with exits", "work saved", "time saved"), rows))
+    if len(results) > 1:
+        return
+    rows = []
+    for (k, right), share in zip(result.heads.items(), exits.leaving, strict=True):
+        last = k == result.seen.stages[-1]
+        bound = "–" if last else f"{result.thresholds[k]:.6g}" if k in result.thresholds else "off"
+        rows.append(["output" if last else f"stage {k}", f"{100 * right:.2f} %", bound, f"{100 * share:.1f} %"])
+    console.print(numbers_table(None, ("exit", "accuracy of its head", "threshold", "samples that leave"), rows))
+
+
 def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> dict[str, float]:
     """Return the seconds to answer the first samples, without exits (whole) and with them (exits), medians over rounds."""
     count = min(len(data), _TIMED_SAMPLES)
-    starts = range(0, count, batch_size)
     device = next(network.parameters()).device
-    batches = [data.batch(torch.arange(start, min(start + batch_size, count)))[0].to(device) for start in starts]
+    rows = torch.arange(count).split(batch_size)
+    batches = [data.batch(some)[0].to(device) for some in rows]
+    whole = EarlyExit(network.stages, network.heads, {}, "classes")
 
-    def whole(x: Tensor) -> None:
-        hidden: tuple[Tensor, ...] = (x,)
-        for stage in network.stages:
-            hidden = run_module(stage, hidden, "The output of a stage")
-
-    def seconds(call: Callable[[Tensor], object]) -> float:
+    def seconds(module: EarlyExit) -> float:
         began = time.perf_counter()
         for x in batches:
-            call(x)
+            module(x)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
@@ -196,5 +184,5 @@ def _measure(network: EarlyExit, data: Images, batch_size: int, rounds: int) -> 
     turns = with_progress_bar(range(rounds + 1), "timing")
     with torch.no_grad():
         times = [(seconds(whole), seconds(network)) for _ in turns]
-    whole_network, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
-    return {"whole": whole_network, "exits": with_exits}
+    without, with_exits = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {"whole": without, "exits": with_exits}

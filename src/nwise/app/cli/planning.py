@@ -10,7 +10,7 @@ import tyro
 
 import nwise
 from nwise.app.cli.costs import parse_costs
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.data import steps_per_epoch
 from nwise.app.recipes import recipe
 from nwise.app.training.build import measurable, pick_device
@@ -64,7 +64,7 @@ class PlanCommand:
     json: bool = False
     """Print only JSON: the plan."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if self.recipe is not None and self.costs is not None:
             raise ValueError(
                 "One of `recipe` and `costs` should be given: nwise measures a recipe and takes costs literally. Found both."
@@ -78,34 +78,27 @@ class PlanCommand:
         bandwidth = (self.bandwidth or inf) * (1 if self.recipe is None else 1e9)
         Costs(1, 0, 1, 1, latency=self.latency or 0.0, bandwidth=bandwidth)  # checks them
         devices = self._devices()
-        source = self._given() if self.recipe is None else self._measured(self.recipe)
+        needed = () if self.memory is None else ("activation_bytes",)
+        source = parse_costs(self.costs or _DEFAULT, *needed) if self.recipe is None else self._measured(self.recipe)
         ms = numbers_to_try(self.microbatches or None, self.batch_size) if isinstance(source, Costs) else None
+        network: dict[str, Any] = {"latency": self.latency, "bandwidth": bandwidth}
         try:
             plans = nwise.plan(
-                source,
-                devices=devices,
-                strategy=self.strategies,
-                microbatches=ms,
-                latency=self.latency,
-                bandwidth=bandwidth,
-                report=None,
+                source, devices=devices, strategy=self.strategies, microbatches=ms, **network, report=None
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
-        stages = self._placement(plans, source) if isinstance(source, Profile) else None
+        stages = _placement(plans, source) if isinstance(source, Profile) else None
         if self.json:
-            record = plans.as_json()
-            if isinstance(source, Profile):
-                record |= {"placement": stages, "profile": source.as_json()}
-            print_json(record)
-            return OK
+            measured = {"placement": stages, "profile": source.as_json()} if isinstance(source, Profile) else {}
+            print_json(plans.as_json() | measured)
+            return
         console.say(str(plans))
         if isinstance(source, Costs) and self.bandwidth is not None:
-            self._say_if_free(console, source, plans.recommended.seconds)
+            _say_if_free(console, source, self.bandwidth, plans.recommended.seconds)
         if stages is not None and isinstance(source, Profile):
             count = len(source.starts)
             console.say(f"- Or keep the recipe's {count} stages, balanced over the devices: --placement {stages}")
-        return OK
 
     def _devices(self) -> list[nwise.Device]:
         """Return the devices: some number of equal ones, or one for each of several speeds."""
@@ -129,38 +122,33 @@ class PlanCommand:
             )
         return [nwise.Device(speed, size * _GIB) for speed, size in zip(speeds, memory, strict=True)]
 
-    def _given(self) -> Costs:
-        return parse_costs(self.costs or _DEFAULT, *(() if self.memory is None else ("activation_bytes",)))
-
     def _measured(self, name: str) -> Profile:
-        config = recipe(name)
-        changes: dict[str, Any] = {"device": self.device, "microbatches": 1}
-        config = replace(config, **changes, batch_size=self.batch_size or config.batch_size)
+        given = recipe(name)
+        batch_size = self.batch_size or given.batch_size
+        config = replace(given, device=self.device, microbatches=1, batch_size=batch_size)
         data, _ = config.load()
-        steps_per_epoch(len(data), config.batch_size)  # raises if a mini-batch is larger than the data
-        return profile(
-            measurable(config, data, pick_device(config)),
-            self.microbatches or None,
-            rounds=self.rounds,
-            progress=progress_bar("measuring", shown=not self.json),
+        steps_per_epoch(len(data), batch_size)  # raises if a mini-batch is larger than the data
+        network = measurable(config, data, pick_device(config))
+        bar = progress_bar("measuring", shown=not self.json)
+        return profile(network, self.microbatches or None, rounds=self.rounds, progress=bar)
+
+
+def _say_if_free(console: Output, costs: Costs, bandwidth: float, period: float) -> None:
+    """Say so if a bandwidth, perhaps in another unit, limits nothing."""
+    sizes = costs.message_bytes if isinstance(costs.message_bytes, tuple) else (costs.message_bytes,)
+    time = max(sizes) / bandwidth
+    if time <= 1e-3 * period:
+        console.say(
+            f"- The bandwidth of {bandwidth:g} limits nothing: a message takes {time:.2g} of a step of {period:.4g}. "
+            "With `--costs` it counts `message_bytes`, or else messages of a whole mini-batch, per unit of time."
         )
 
-    def _say_if_free(self, console: Output, costs: Costs, period: float) -> None:
-        """Say so if a bandwidth, perhaps in another unit, limits nothing."""
-        assert self.bandwidth is not None
-        sizes = costs.message_bytes if isinstance(costs.message_bytes, tuple) else (costs.message_bytes,)
-        time = max(sizes) / self.bandwidth
-        if time <= 1e-3 * period:
-            console.say(
-                f"- The bandwidth of {self.bandwidth:g} limits nothing: a message takes {time:.2g} of a step of {period:.4g}. "
-                "With `--costs` it counts `message_bytes`, or else messages of a whole mini-batch, per unit of time."
-            )
 
-    def _placement(self, plans: nwise.Plans, measured: Profile) -> str | None:
-        """Return the placement by work of the recipe's own stages; None if these are too few."""
-        chosen, count = plans.recommended, len(measured.starts)
-        if not 1 < len(plans.devices) < count:
-            return None
-        flows = method_flows("end-to-end" if chosen.end_to_end else chosen.strategy, count, chosen.num_microbatches)
-        costs = stage_costs(measured.pieces[chosen.num_microbatches], measured.starts, [batch[0] for batch in flows])
-        return ",".join(map(str, balanced(stage_work(flows, costs), len(plans.devices))))
+def _placement(plans: nwise.Plans, measured: Profile) -> str | None:
+    """Return the placement by work of the recipe's own stages; None if these are too few."""
+    chosen, count = plans.recommended, len(measured.starts)
+    if not 1 < len(plans.devices) < count:
+        return None
+    flows = method_flows("end-to-end" if chosen.end_to_end else chosen.strategy, count, chosen.num_microbatches)
+    costs = stage_costs(measured.pieces[chosen.num_microbatches], measured.starts, [batch[0] for batch in flows])
+    return ",".join(map(str, balanced(stage_work(flows, costs), len(plans.devices))))

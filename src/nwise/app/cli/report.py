@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from nwise.app.cli.output import OK, Output, print_json
+from nwise.app.cli.output import Output, print_json
 from nwise.app.records import json_line
 from nwise.app.report.display import numbers_table
 from nwise.app.report.grid import row_names
@@ -33,77 +33,50 @@ class ReportCommand:
     json: bool = False
     """Print only JSON: the numbers."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         if not self.folders:
             raise ValueError("`RUN` should be one or more folders of runs. Found none.")
         out = self.out or self.folders[0] / "report.html"
         runs = Summary.open_all(self.folders)
         check_page(out)
-        for run in runs:
-            if run.measured is not None:
-                _trace_file(run).write_text(json_line(run.measured.trace(run.title)))
+        measured = [(run, run.run.folder / "trace.json", run.measured) for run in runs]
+        for run, trace, comparison in measured:
+            if comparison is not None:
+                trace.write_text(json_line(comparison.trace(run.title)))
         report(runs, out)
         if self.json:
-            print_json({"page": str(out), "runs": [_numbers(run) for run in runs]})
-            return OK
-        for run in runs:
-            if run.measured is not None:
-                _print_comparison(console, run, run.measured)
+            print_json({"page": str(out), "runs": [_numbers(*one) for one in measured]})
+            return
+        for run, trace, comparison in measured:
+            if comparison is not None:
+                _print_comparison(console, run.title, trace, comparison)
         console.say(f"Page: {out}")
-        return OK
 
 
-def _trace_file(run: Summary) -> Path:
-    return run.run.folder / "trace.json"
-
-
-def _print_comparison(console: Output, run: Summary, comparison: Comparison) -> None:
-    """Print measured times beside predicted ones."""
-    table = numbers_table(run.title, "", "measured", "predicted")
-    predicted = comparison.predicted
-    table.add_row("time per mini-batch, ms", f"{comparison.period:.2f}", f"{predicted.period:.2f}")
-    table.add_row("bubble", f"{100 * comparison.bubble:.1f} %", f"{100 * predicted.bubble:.1f} %")
-    table.add_row("overlap of messages with work", f"{100 * comparison.overlap:.1f} %", "")
+def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:
+    rows = comparison.table()
     for name, sent in zip(row_names(comparison.schedule.placement), comparison.bytes_sent, strict=True):
-        table.add_row(f"bytes sent by {name} in a step", _pair(sent["measured"]), _pair(sent["predicted"]))
-    console.print(table)
-    title = "Largest deviations: start within the stage's step, ms"
-    deviations = numbers_table(title, "action", "measured", "predicted")
-    for d in comparison.deviations():
-        deviations.add_row(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}")
-    console.print(deviations)
+        measured, predicted = (
+            " + ".join(f"{value:,.0f}" for value in sent[kind]) for kind in ("measured", "predicted")
+        )
+        rows.append((f"bytes sent by {name} in a step", measured, predicted))
+    console.print(numbers_table(title, ("", "measured", "predicted"), rows))
+    rows = [(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}") for d in comparison.deviations()]
+    heading = "Largest deviations: start within the stage's step, ms"
+    console.print(numbers_table(heading, ("action", "measured", "predicted"), rows))
     console.say(
         "Predicted: a simulation of the same lists with the medians of the measured times. Bytes: forward + back.\n"
-        f"Trace of both: {_trace_file(run)} (ui.perfetto.dev)"
+        f"Trace of both: {trace} (ui.perfetto.dev)"
     )
 
 
-def _numbers(run: Summary) -> dict[str, Any]:
-    last = run.tests[-1]
-    scores = {name: last[name] for name in ("step", "samples", "seconds", "loss", "accuracy")}
+def _numbers(run: Summary, trace: Path, comparison: Comparison | None) -> dict[str, Any]:
+    scores = {name: run.tests[-1][name] for name in ("step", "samples", "seconds", "loss", "accuracy")}
+    timeline = None if comparison is None else {**comparison.as_json(), "trace": str(trace)}
     return {
         "run": run.name,
         "strategy": run.strategy,
         "status": run.run.status,
         "last_test": scores,
-        "timeline": None if run.measured is None else _timeline(run.measured, _trace_file(run)),
+        "timeline": timeline,
     }
-
-
-def _timeline(comparison: Comparison, trace: Path) -> dict[str, Any]:
-    return {
-        "period_ms": {"measured": comparison.period, "predicted": comparison.predicted.period},
-        "bubble": {"measured": comparison.bubble, "predicted": comparison.predicted.bubble},
-        "utilisation": {"measured": comparison.utilisation, "predicted": list(comparison.predicted.utilisation)},
-        "overlap": comparison.overlap,
-        "bytes": list(comparison.bytes_sent),
-        "deviations": [
-            {"action": str(d.action), "measured_ms": d.measured, "predicted_ms": d.predicted}
-            for d in comparison.deviations()
-        ],
-        "trace": str(trace),
-    }
-
-
-def _pair(values: list[float]) -> str:
-    return " + ".join(f"{value:,.0f}" for value in values)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.table import Table
+from rich.table import Column, Table
 
 from nwise.app.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
 from nwise.app.recipes import RECIPES, Digits, Recipe, to_json
@@ -63,25 +63,22 @@ class TrainCommand:
     def run(self, console: Output) -> int:
         resumed = self._resumed_run()
         if self.timeline and resumed is not None:
-            raise ValueError("`timeline` should be set when a run starts. Found a run to resume.")
+            raise ValueError("`timeline` should be set when a run starts. Found a run to resume; leave it out.")
         # Errors in configuration or data are raised before a folder is made.
         trainer = Trainer(self.config, None if resumed is None else self.config.load(resumed.tokenizer()))
         _choose_threads(self.config)
         trainer.record_timeline(self.timeline)
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
-        is_first = trainer.pipe.processes.is_first
-        callbacks: list[Any] = []
+        is_first = trainer.pipe.processes.is_first  # rank 0 writes and draws for all
         display = display_for(console) if is_first and not self.json else None
-        if display is not None:
-            callbacks.append(display)
-        if is_first:
-            callbacks += loggers(self.log_to)
-        run = (resumed or new_run(self.config, self.runs)) if is_first else None  # rank 0 writes and draws for all
+        callbacks = [*(display.with_forecast if display else ()), *(loggers(self.log_to) if is_first else ())]
+        run = (resumed or new_run(self.config, self.runs)) if is_first else None
         acknowledge = write_at_once if display is None else display.stopping
         try:
             with stopping(trainer, acknowledge if is_first else None):
+                restart = self.resume is None
                 scores = trainer.train(
-                    run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=self.resume is None
+                    run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=restart
                 )
         except StoppedError as error:
             if run is not None:
@@ -90,44 +87,40 @@ class TrainCommand:
             return STOPPED
         except NotFiniteError as error:
             tell_all(error)
-            note(
-                f"{heading('nwise train')}: {error}"
-                + (f" See {run.folder / 'post-mortem.json'}." if run is not None else "")
-            )
+            where = "" if run is None else f" See {run.folder / 'post-mortem.json'}."
+            note(f"{heading('nwise train')}: {error}{where}")
             return FAILED
         except KeyboardInterrupt as error:
             tell_all(error)
             if run is not None:
                 note(f"Interrupted. The weights so far are in {run.folder}; `nwise evaluate {run.folder}` scores them.")
             return INTERRUPTED
-        if self.json and run is not None:
+        if run is None:
+            return OK
+        if self.json:
             print_json({"run": str(run.folder), "heads": dataclasses.asdict(scores)["heads"]})
-        elif run is not None:
+        else:
             console.say(f"Run folder: {run.folder}")
-        if run is not None and trainer.unwritten:
-            note(
-                f"nwise train: all steps are done, but not everything is written: {_missing(trainer.unwritten)}. Make room, and "
-                f"resume from the newest checkpoint with `nwise train --resume {run.folder}`."
-            )
-            return UNWRITTEN
-        return OK
+        if not trainer.unwritten:
+            return OK
+        note(
+            f"nwise train: all steps are done, but not everything is written: {_missing(trainer.unwritten)}. Make room, and "
+            f"resume from the newest checkpoint with `nwise train --resume {run.folder}`."
+        )
+        return UNWRITTEN
 
     def _resumed_run(self) -> Run | None:
         """Return the run to resume: `resume`, or after a restart by torchrun the run that this launch began."""
         if self.resume is not None:
             return Run.open(self.resume)
-        if variable("TORCHELASTIC_RESTART_COUNT"):
-            return Run.find_restarted(self.runs, self.config)
-        return None
+        return Run.find_restarted(self.runs, self.config) if variable("TORCHELASTIC_RESTART_COUNT") else None
 
 
 @contextmanager
 def stopping(trainer: Trainer, acknowledge: Callable[[str], None] | None) -> Iterator[None]:
-    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint, and say so at once.
+    """Let SIGTERM or the first Ctrl-C stop training after the current step and a checkpoint.
 
-    Args:
-        trainer: the trainer to stop.
-        acknowledge: function that shows a text from a signal handler; None to show none.
+    The signal handler says so at once by `acknowledge`, unless it is None.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -182,7 +175,7 @@ class CompareCommand:
 
     def run(self, console: Output) -> int:
         check_format(self.figure)
-        callbacks = () if self.json else (display_for(console),)
+        callbacks = () if self.json else display_for(console).with_forecast
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
         _choose_threads(self.config)
@@ -202,14 +195,14 @@ class CompareCommand:
         if self.json:
             print_json({**record, "figure": str(figure)})
             return OK
-        kind = results[0].kind + (" %" if results[0].kind == "accuracy" else "")
-        title = f"{self.config.name}: test {kind} of the last head"
-        table = numbers_table(title, "strategy", "equal steps", "equal time", "slots/step", "seconds")
+        lines = []
         for r in results:
-            steps, slots = r.curve.steps[-1], r.curve.slots[-1]
-            last, equal = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
-            table.add_row(r.strategy, last, equal, number(slots / steps, 1), number(r.seconds, 1))
-        console.print(table)
+            slots = r.curve.slots[-1] / r.curve.steps[-1]
+            qualities = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
+            lines.append([r.strategy, *qualities, number(slots, 1), number(r.seconds, 1)])
+        kind = "accuracy %" if results[0].kind == "accuracy" else results[0].kind
+        title = f"{self.config.name}: test {kind} of the last head"
+        console.print(numbers_table(title, ("strategy", "equal steps", "equal time", "slots/step", "seconds"), lines))
         console.say(
             f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: in the paper's timing\n"
             "model a forward takes one slot, each loss's pass through a stage one, and heads none. Between tests quality is\n"
@@ -232,24 +225,23 @@ class EvaluateCommand:
     device: str = "auto"
     """Device to run on."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         run = Run.open(self.folder)
         pipe, test_data = run.trained(self.device)
         kind = run.recipe.quality
         scores = evaluate(pipe, test_data, 2 * run.recipe.batch_size, ensembles=True)
         if self.json:
             print_json(dataclasses.asdict(scores))
-            return OK
+            return
         status = f" ({run.status} at step {pipe.steps})" if run.status != "done" else ""
         console.say(f"{self.folder}{status}: {len(test_data):,} test samples")
-        table = numbers_table(None, "head", "loss", kind)
-        for k, score in enumerate(scores.heads):
-            table.add_row(head_name(k, len(scores.heads)), *score_cells(score, kind))
+        names = [head_name(k, len(scores.heads)) for k in range(len(scores.heads))]
+        rows = [(name, *score_cells(score, kind)) for name, score in zip(names, scores.heads, strict=True)]
+        table = numbers_table(None, ("head", "loss", kind), rows)
         table.add_section()
         for n, score in enumerate(scores.ensembles[1:], start=2):
             table.add_row(f"mean of the top {n}", *score_cells(score, kind))
         console.print(table)
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +258,7 @@ class ExportCommand:
     card: bool = False
     """Also write a model card (README.md) and the recipe (config.json) beside a .safetensors file."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         run = Run.open(self.folder)
         out = self.out or self.folder / "model.safetensors"
         if out.suffix not in (".safetensors", *(() if self.card else _TORCH_SUFFIXES)):
@@ -276,11 +268,10 @@ class ExportCommand:
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
         if out.resolve() == run.weights_file.resolve():
-            raise ValueError(f"`out` should be another file than the run's own weights. Found {out}.")
+            raise ValueError(f"`out` should be another file than the run's own weights. Found {out}; rename it.")
         if not main:
-            raise ValueError(
-                f"{self.folder} should hold weights of a main network. Found none under 'model.'; train again."
-            )
+            found = "Found none under 'model.'; train again."
+            raise ValueError(f"{self.folder} should hold weights of a main network. {found}")
         files = card_files(run, out) if self.card else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in _TORCH_SUFFIXES:
@@ -293,7 +284,6 @@ class ExportCommand:
         for path, text in files.items():
             write_text(path, text)
             console.say(str(path))
-        return OK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +296,12 @@ class RecipesCommand:
     json: bool = False
     """Print only JSON."""
 
-    def run(self, console: Output) -> int:
+    def run(self, console: Output) -> None:
         rows = [(name, (inspect.getdoc(make) or "").split("\n")[0]) for name, make in RECIPES.items()]
         if self.json:
             print_json([{"name": name, "description": text} for name, text in rows])
-            return OK
-        table = Table("recipe", "what it trains")
-        table.columns[0].no_wrap = True
+            return
+        table = Table(Column("recipe", no_wrap=True), "what it trains")
         for row in rows:
             table.add_row(*row)
         console.print(table)
-        return OK

@@ -3,8 +3,7 @@
 from functools import partial
 
 from nwise.app.data.images import Images, digits, load_images
-from nwise.app.data.loading import batches
-from nwise.app.data.order import batch_indices, permutation, steps_per_epoch
+from nwise.app.data.loading import batch_indices, batches, permutation, steps_per_epoch
 from nwise.app.data.text import Bpe, Bytes, Tokens, embedded_text, load_text, make_streams
 from nwise.lazy import submodule
 

@@ -62,18 +62,10 @@ class Images:
         return replace(self, pixels=pixels, labels=self.labels.to(device))
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return normalised float images ``[B, C, H, W]`` and labels ``[B]``.
-
-        Args:
-            indices: rows of the batch.
-            random: generator for the augmentation; None for evaluation.
-        """
-        if not isinstance(self.pixels, Tensor):
-            return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
-        pixels = self.pixels[indices.to(self.pixels.device)]
-        if random is not None and self.augmentation != "none":
-            pixels = augment.crop(augment.flip(pixels, random), self.size // 8, random)
-        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
+        """Return some normalised float images ``[B, C, H, W]`` and their labels ``[B]``; without a generator not augmented."""
+        if isinstance(self.pixels, Tensor):
+            return self.finished(self.pixels[indices.to(self.pixels.device)], indices, random)
+        return self.finished(torch.stack([self[key] for key in self.keys(indices, random)]), indices, random)
 
     def keys(self, indices: Tensor, random: torch.Generator | None) -> list[tuple[int, int | None]]:
         """Return row and seed of the crop of each image of a batch that is decoded on access; the seed is None without a crop."""
@@ -90,16 +82,14 @@ class Images:
         return augment.random_resized_crop(self.pixels[row], self.size, torch.Generator().manual_seed(seed))
 
     def finished(self, pixels: Tensor, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return the batch of images that were decoded for `keys`, on the labels' device; `random` is what made the keys."""
-        pixels = pixels.to(self.labels.device)
+        """Return the batch of images that are decoded, and cut to size for `keys`; `random` is what made the keys."""
         if random is not None and self.augmentation != "none":
             pixels = augment.flip(pixels, random)
-        return self._normalised(pixels), self.labels[indices.to(self.labels.device)]
-
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        mean = torch.tensor(self.mean, device=pixels.device)[:, None, None]
-        deviation = torch.tensor(self.deviation, device=pixels.device)[:, None, None]
-        return (pixels.float() / 255 - mean) / deviation
+            if isinstance(self.pixels, Tensor):
+                pixels = augment.crop(pixels, self.size // 8, random)
+        device = self.labels.device
+        mean, deviation = torch.tensor([self.mean, self.deviation], device=device)[:, :, None, None]
+        return (pixels.to(device).float() / 255 - mean) / deviation, self.labels[indices.to(device)]
 
     def subset(self, indices: Tensor) -> Images:
         """Select some of the images; the normalisation stays."""
@@ -156,21 +146,11 @@ def load_images(
 ) -> tuple[Images, Images]:
     """Load training and test images through Hugging Face `datasets`.
 
-    Args:
-        source: a local folder with parquet files or image folders, a name inside ``$NWISE_DATA``, or a
-            data set of the hub.
-        hub: name on the hub if there is no local `source`.
-        num_classes: expected number of classes; None accepts any.
-        splits: names of the training and the test split.
-        augmentation: augmentation of training batches.
-        size: height and width to crop to (ImageNet): images are decoded on access and normalised by ImageNet's
-            statistics. None (CIFAR): all images have one size, stay decoded in memory, and are normalised by the statistics
-            of the training images.
-        limit: numbers of training and test images to keep, drawn by `seed`; None for all.
-        shrink: side in pixels of the squares averaged into one pixel; only without `size`.
-        withheld: share of the training images, drawn by `seed`, to test on instead of the test images. Settings can then be
-            chosen without looking at those.
-        seed: seed of these draws.
+    The arguments are the fields of `nwise.app.recipes.ImageSource`, its two limits in one, and the seed that draws the images to
+    keep or withhold. Without `num_classes` any number will do.
+
+    With `size` (ImageNet) images are decoded on access and normalised by ImageNet's statistics. Otherwise (CIFAR) they have one
+    size, stay decoded in memory, and are normalised by the statistics of the training images.
 
     Raises:
         ValueError: a damaged image or an invalid label, by file and row (labels also of images that `limit` leaves out); a
@@ -195,9 +175,9 @@ def load_images(
     test_tables = [] if withheld else sources.tables(source, splits[1], hub=hub)
     classes = _classes(train_tables)
     own = [_Table(table, classes) for table in train_tables]
-    if num_classes is not None and len(classes) != num_classes:
-        raise ValueError(_extra_class(own, classes, num_classes))
-    train = _together(own)
+    if num_classes is not None:
+        _check_classes(own, classes, num_classes)
+    train = _Labelled.join(own)
     if withheld:
         order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
         share = max(1, round(withheld * len(order)))
@@ -207,21 +187,17 @@ def load_images(
             )
         train, test = train.pick(order[share:]), train.pick(order[:share])
     else:
-        test = _together([_Table(table, classes) for table in test_tables])
-    parts = [rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True)]
-    pixels: list[Tensor | LazyImages] = [rows.images for rows in parts]
-    statistics = _IMAGENET
-    if size is None:
-        stacked = [_shrink(_stack(rows.images), shrink) for rows in parts]
-        height, size = stacked[0].shape[-2:]
-        if height != size:
-            raise ValueError(f"Images should be square, or `size` be given. Found {height} x {size}.")
-        pixels = [*stacked]
-        statistics = _statistics(stacked[0])
-    return (
-        Images(pixels[0], parts[0].labels, classes, *statistics, augmentation, size),
-        Images(pixels[1], parts[1].labels, classes, *statistics, "none", size),
-    )
+        test = _Labelled.join([_Table(table, classes) for table in test_tables])
+    train, test = (rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True))
+    if size is not None:
+        images = Images(train.images, train.labels, classes, *_IMAGENET, augmentation, size)
+        return images, replace(images, pixels=test.images, labels=test.labels, augmentation="none")
+    pixels, test_pixels = (_shrink(_stack(rows.images), shrink) for rows in (train, test))
+    height, width = pixels.shape[-2:]
+    if height != width:
+        raise ValueError(f"Images should be square, or `size` be given. Found {height} x {width}.")
+    images = Images(pixels, train.labels, classes, *_statistics(pixels), augmentation, width)
+    return images, replace(images, pixels=test_pixels, labels=test.labels, augmentation="none")
 
 
 def _shrink(pixels: Tensor, by: int) -> Tensor:
@@ -238,31 +214,31 @@ _IMAGE = ("img", "image")
 _LABEL = ("label", "fine_label", "labels")
 
 
+def _labels(table: sources.Table) -> tuple[list[Any], list[str] | None]:
+    """Return the column of labels, and the names that it declares for its numbers."""
+    name = sources.column(table, _LABEL, "label")
+    labels: list[Any] = table.rows[name][:]
+    if wrong := [value for value in labels if isinstance(value, list | dict)]:
+        where = f"{table.name}, column {name}"
+        raise ValueError(f"The labels of {where}, should be numbers or texts. Found {wrong[0]!r}; convert them.")
+    return labels, getattr(table.rows.features[name], "names", None)
+
+
 def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     """Return the names that the label column declares, or all its values in order."""
-    columns = [sources.column(table, _LABEL, "label") for table in tables]
-    names = getattr(tables[0].rows.features[columns[0]], "names", None)
-    if names is not None:
+    columns = list(map(_labels, tables))
+    if (names := columns[0][1]) is not None:
         return tuple(names)
-    values = {value for table, name in zip(tables, columns, strict=True) for value in _labels(table, name)} - {None}
+    values = {value for labels, _ in columns for value in labels} - {None}
     kinds = sorted({type(value).__name__ for value in values})
     if len(kinds) > 1:
-        found = " and ".join(kinds)
-        raise ValueError(
-            f"The labels of {tables[0].name} and the files beside it should be of one type. Found {found}."
-        )
+        where, found = f"{tables[0].name} and the files beside it", " and ".join(kinds)
+        raise ValueError(f"The labels of {where} should be of one type. Found {found}; convert them.")
     return tuple(map(str, sorted(values)))
 
 
-def _labels(table: sources.Table, name: str) -> list[Any]:
-    labels: list[Any] = table.rows[name][:]
-    if wrong := [value for value in labels if isinstance(value, list | dict)]:
-        raise ValueError(f"The labels of {table.name}, column {name}, should be numbers or texts. Found {wrong[0]!r}.")
-    return labels
-
-
 class _Table(Dataset[Tensor]):
-    """The images and labels of one table."""
+    """The images of one table, decoded on access, and their labels."""
 
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
         self.name = table.name
@@ -271,38 +247,37 @@ class _Table(Dataset[Tensor]):
         try:
             self._images = cells.cast_column(image, undecoded)
         except Exception as error:
-            kind = cells.features[image]
-            raise ValueError(f"{table.name}, column {image}, should hold encoded images. Found {kind}.") from error
-        label = sources.column(table, _LABEL, "label")
-        self._labels = _labels(table, label)
-        self._names = getattr(table.rows.features[label], "names", None)
-        self._classes = {name: i for i, name in enumerate(classes)}
+            found = f"Found {cells.features[image]}; convert them."
+            raise ValueError(f"{table.name}, column {image}, should hold encoded images. {found}") from error
+        values, names = _labels(table)
+        numbers = {name: i for i, name in enumerate(classes)}
+        self.labels: list[int] = []
+        for row, value in enumerate(values):
+            # Another file may have fewer names, or another order.
+            named = names is not None and isinstance(value, int) and 0 <= value < len(names)
+            name = names[value] if named else str(value)  # type: ignore[index]
+            if name not in numbers:
+                where, wanted = f"The label of {self.name}, row {row},", f"one of {len(numbers)} classes"
+                raise ValueError(f"{where} should be {wanted}. Found {value!r}; correct or remove the row.")
+            self.labels.append(numbers[name])
 
     def __len__(self) -> int:
-        return len(self._labels)
-
-    def label(self, row: int) -> int:
-        value, names = self._labels[row], self._names
-        # Another file may have fewer names, or another order.
-        name = names[value] if names is not None and isinstance(value, int) and 0 <= value < len(names) else str(value)
-        if name not in self._classes:
-            raise ValueError(
-                f"The label of {self.name}, row {row}, should be one of {len(self._classes)} classes. Found {value!r}."
-            )
-        return self._classes[name]
+        return len(self.labels)
 
     def __getitem__(self, row: int) -> Tensor:
         (cell,) = self._images[row].values()
         return _decode(cell, f"{self.name}, row {row}")
 
 
-def _extra_class(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> str:
-    wrong = f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}."
-    for table in tables:
-        for row in range(len(table)):
-            if (label := table.label(row)) >= num_classes:
-                return f"{wrong} The first class too many is {classes[label]!r} in {table.name}, row {row}."
-    return wrong
+def _check_classes(tables: list[_Table], classes: tuple[str, ...], num_classes: int) -> None:
+    """Raise ValueError unless there are some number of classes; if more, it names the first row of one too many."""
+    if len(classes) == num_classes:
+        return
+    rows = ((table.name, row, k) for table in tables for row, k in enumerate(table.labels) if k >= num_classes)
+    more = next((f" The first class too many is {classes[k]!r} in {name}, row {row}." for name, row, k in rows), "")
+    raise ValueError(
+        f"`num_classes` should be the number of classes in {tables[0].name}, {len(classes)}. Found {num_classes}.{more}"
+    )
 
 
 @dataclass(frozen=True)
@@ -312,6 +287,11 @@ class _Labelled:
     images: LazyImages
     labels: Tensor
 
+    @classmethod
+    def join(cls, tables: list[_Table]) -> _Labelled:
+        labels = [label for table in tables for label in table.labels]
+        return cls(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
+
     def pick(self, indices: Tensor) -> _Labelled:
         return _Labelled(Subset(self.images, indices.tolist()), self.labels[indices])
 
@@ -320,11 +300,6 @@ class _Labelled:
         if count is None or count >= len(self.labels):
             return self
         return self.pick(torch.randperm(len(self.labels), generator=generator(seed, "subset"))[:count])
-
-
-def _together(tables: list[_Table]) -> _Labelled:
-    labels = [table.label(row) for table in tables for row in range(len(table))]
-    return _Labelled(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
 
 
 def _decode(cell: Any, where: str) -> Tensor:

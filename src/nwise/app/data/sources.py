@@ -23,23 +23,16 @@ __all__ = ["Table", "column", "library", "local_folder", "tables"]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one file, or of one split of the hub.
+    """Rows of one file, or of one split of the hub."""
 
-    Args:
-        name: the file, or ``<hub name> (<split>)``.
-        rows: a `datasets.Dataset`, its images not decoded.
-    """
-
-    name: str
-    rows: Any
+    name: str  # the file, or ``<hub name> (<split>)``
+    rows: Any  # a `datasets.Dataset`, its images not decoded
 
 
 def local_folder(source: str) -> Path | None:
     """Return the path of a source if it exists, as it stands or inside the folder ``$NWISE_DATA``."""
-    for path in (Path(source), Path(os.environ.get("NWISE_DATA", "/nonexistent")) / source):
-        if path.exists():
-            return path
-    return None
+    paths = Path(source), Path(os.environ.get("NWISE_DATA", "/nonexistent")) / source
+    return next((path for path in paths if path.exists()), None)
 
 
 def library() -> Any:
@@ -71,8 +64,7 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     path = local_folder(source)
     datasets = library()
     if path is None:
-        name = hub or source
-        branch = None
+        name, branch = hub or source, None
         if name == _LM1B:
             split, branch = "test" if split == "heldout" else split, _CONVERTED
         try:
@@ -92,10 +84,8 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
         every = {"train": glob.escape(str((path / split).absolute())) + "/**"}
         folder = datasets.load_dataset("imagefolder", data_files=every, split="train", drop_labels=False)
         return [Table(str(path / split), folder)]
-    raise FileNotFoundError(
-        f"{path} should hold {_layout(split)}. "
-        f"Found {', '.join(sorted(p.name for p in path.iterdir())[:5]) or 'nothing'}."
-    )
+    found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
+    raise FileNotFoundError(f"{path} should hold {_layout(split)}. Found {found}; give another folder.")
 
 
 def _layout(split: str) -> str:
@@ -121,9 +111,8 @@ def _answers(url: str) -> bool:
     """Return whether a server accepts connections."""
     parts = urlsplit(url)
     try:
-        socket.create_connection(
-            (parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), timeout=5
-        ).close()
+        port = parts.port or (80 if parts.scheme == "http" else 443)
+        socket.create_connection((parts.hostname, port), timeout=5).close()
     except OSError:
         return False
     return True
@@ -133,13 +122,8 @@ def _files(path: Path, split: str) -> list[Path]:
     if path.is_file():
         return [path]
     # Text beside parquet files is a note about them.
-    patterns = (
-        f"{split}*.parquet",
-        f"{split}/*.parquet",
-        f"{split}*.txt",
-        f"{split}*-monolingual.tokenized.shuffled/news*",
-    )
-    found = next(filter(None, (sorted(path.glob(pattern)) for pattern in patterns)), [])
+    patterns = ("*.parquet", "/*.parquet", "*.txt", "*-monolingual.tokenized.shuffled/news*")
+    found = next(filter(None, (sorted(path.glob(split + pattern)) for pattern in patterns)), [])
     # Files that the hub has converted call the held-out text the test split.
     return found if found or split != "heldout" else _files(path, "test")
 
@@ -151,17 +135,15 @@ def _read(datasets: Any, file: Path) -> Any:
     except Exception as error:
         reason = error.__cause__ or error
         need = " in UTF-8" if kind == "text" else ""
-        raise ValueError(
-            f"{file} should be a readable {kind} file{need}. Found: {type(reason).__name__}: {reason}"
-        ) from error
+        found = f"{type(reason).__name__}: {reason}"
+        raise ValueError(f"{file} should be a readable {kind} file{need}. Found: {found}; replace it.") from error
 
 
 def column(table: Table, wanted: tuple[str, ...], what: str) -> str:
     """Return the first of the wanted columns that the table has."""
-    for name in wanted:
-        if name in table.rows.column_names:
-            return name
+    names = table.rows.column_names
+    if found := [name for name in wanted if name in names]:
+        return found[0]
     raise ValueError(
-        f"{table.name} should have a column with the {what}, named {' or '.join(wanted)}. "
-        f"Found {', '.join(table.rows.column_names)}."
+        f"{table.name} should have a column with the {what}, named {' or '.join(wanted)}. Found {', '.join(names)}; rename one."
     )

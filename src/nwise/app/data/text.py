@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -60,12 +61,7 @@ class Bpe:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary_size: int) -> Bpe:
-        """Learn the merges from texts.
-
-        Args:
-            texts: the training text, in pieces.
-            vocabulary_size: size of the vocabulary, at least 257 (256 bytes and one merge).
-        """
+        """Learn the merges from pieces of text; a vocabulary has at least 257 tokens, 256 bytes and one merge."""
         if vocabulary_size < 257:
             raise ValueError(
                 f"`vocabulary_size` of a byte-pair encoding should be at least 257. Found {vocabulary_size}."
@@ -75,10 +71,8 @@ class Bpe:
         inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = library.decoders.ByteLevel()
         alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=vocabulary_size, initial_alphabet=alphabet, show_progress=False
-        )
-        inner.train_from_iterator(texts, trainer)
+        options = {"vocab_size": vocabulary_size, "initial_alphabet": alphabet, "show_progress": False}
+        inner.train_from_iterator(texts, library.trainers.BpeTrainer(**options))
         return cls(inner)
 
     @classmethod
@@ -110,6 +104,16 @@ def _tokenizers() -> Any:
 
 
 Tokenizer = Bytes | Bpe
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer that a run wrote; ValueError if the file is none."""
+    try:
+        return Bytes() if json.loads(path.read_text()).get("type") == "bytes" else Bpe.load(path)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} should be a tokenizer that a run wrote. Found: {error}; train again.") from error
 
 
 _NOT_COUNTED = -100  # what losses ignore as a target
@@ -146,42 +150,27 @@ class Tokens:
         return replace(self, stream=self.stream.to(device), ends=ends)
 
     def batch(self, indices: Tensor, random: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Return tokens and next tokens, int64 ``[B, T]`` each.
-
-        Args:
-            indices: numbers of the sequences.
-            random: unused; text is not augmented.
-        """
-        indices, offsets = (
-            x.to(self.stream.device)[:, None] for x in (indices, torch.arange(self.sequence_length + 1))
-        )
+        """Return tokens and next tokens of some sequences, int64 ``[B, T]`` each; text is not augmented at random."""
+        indices = indices.to(self.stream.device)[:, None]
+        offsets = torch.arange(self.sequence_length + 1, device=self.stream.device)
         if self.ends is None:
-            places = indices * self.sequence_length + offsets.T
-            window = self.stream[places].long()
+            window = self.stream[indices * self.sequence_length + offsets].long()
             return window[:, :-1], window[:, 1:]
         # A row begins with the last token of the sentence before, its line feed.
-        places = self.ends[indices] - 1 + offsets.T
+        places = self.ends[indices] - 1 + offsets
         window = self.stream[places.clamp(max=len(self.stream) - 1)].long()
         inside = places[:, 1:] < self.ends[indices + 1]
         return window[:, :-1], torch.where(inside, window[:, 1:], _NOT_COUNTED)
 
 
 def standard_library(max_bytes: int = 2_000_000) -> str:
-    """Concatenate the source of the standard library, the same for the same installation of Python; needs no network.
-
-    Args:
-        max_bytes: size after which to stop.
-    """
+    """Concatenate the source of the standard library, the same for the same installation of Python, up to a size."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    pieces: list[str] = []
-    total = 0
+    pieces, total = [], 0
     for file in sorted(folder.glob("*.py")):
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        pieces.append(text)
-        total += len(text.encode())
+        with suppress(UnicodeDecodeError):
+            pieces.append(file.read_text(encoding="utf-8"))
+            total += len(pieces[-1].encode())
         if total >= max_bytes:
             break
     if not pieces:
@@ -200,16 +189,14 @@ def make_streams(
     *,
     packed: bool = True,
 ) -> tuple[Tokens, Tokens]:
-    """Tokenise training and test text.
+    """Tokenise the pieces of training and test text.
 
     Args:
-        train_text: pieces of text; a BPE is trained on them.
-        test_text: pieces of text, encoded by the same tokenizer.
         sequence_length: tokens in a sequence, T.
-        vocabulary_size: size of the BPE's vocabulary; None for bytes.
+        vocabulary_size: size of the vocabulary of a BPE that is trained on the training text; None for bytes.
         tokenizer: existing tokenizer to use instead of training one.
         packed: whether sequences continue over the borders of pieces; if not, every piece is a row, cut off or padded, and should
-            end with a line feed. Default: True.
+            end with a line feed.
     """
     check_at_least(1, sequence_length=sequence_length)
     if tokenizer is None:
@@ -235,25 +222,20 @@ _AT_ONCE = 10_000  # pieces of text to encode, by all cores
 
 def _encoded(tokenizer: Tokenizer, pieces: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
     """Return the tokens of all pieces in one row, int32, and the number of each piece's."""
-    numbers: list[Any] = []
-    lengths: list[int] = []
+    numbers, lengths = [], []
     for start in with_progress_bar(range(0, len(pieces), _AT_ONCE), what, least=2):
         encoded = tokenizer.encode_all(pieces[start : start + _AT_ONCE])
         numbers.append(np.fromiter(chain.from_iterable(encoded), dtype=np.int32))
-        lengths += map(len, encoded)
+        lengths += [len(piece) for piece in encoded]
     return torch.from_numpy(np.concatenate(numbers)), torch.tensor(lengths)
 
 
 def embedded_text(
     max_bytes: int = 2_000_000, *, withheld: float = 0.0, test_limit: int | None = None
 ) -> tuple[list[str], list[str]]:
-    """Split the standard library's source; the last twentieth is the test text.
+    """Split the standard library's source into training text and test text, its last twentieth; needs no network.
 
-    Args:
-        max_bytes: size of the source after which to stop.
-        withheld: share of the training text, its end, to test on instead of the test text. Settings can then be
-            chosen without a look at the test text. Default: none.
-        test_limit: characters of the test text to keep, from the start; default: all.
+    The arguments are the fields of `nwise.app.recipes.EmbeddedText`.
 
     Raises:
         ValueError: `withheld` is negative or at least 1.
@@ -271,17 +253,9 @@ def embedded_text(
 def load_text(
     source: str, *, hub: str | None = None, splits: tuple[str, str] = ("train", "heldout"), sentences: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Load training and test text through Hugging Face `datasets`.
+    """Load training and test text through Hugging Face `datasets`, as lines with a line feed at the end of each.
 
-    Args:
-        source: a local folder with text or parquet files, a name inside ``$NWISE_DATA``, or a data set
-            of the hub. The last twentieth of a single file is the test text.
-        hub: name on the hub if there is no local `source`.
-        splits: names of the training and the test split.
-        sentences: whether every line is one sentence (One Billion Word), so none may be empty.
-
-    Returns:
-        Training and test lines, each with a line feed at its end.
+    The arguments are those fields of `nwise.app.recipes.TextSource`. The last twentieth of a single file is the test text.
 
     Raises:
         ValueError: an empty text, by file and row.
@@ -309,7 +283,7 @@ def _lines(tables: list[sources.Table], sentences: bool) -> list[str]:
                 raise ValueError(
                     f"{table.name}, row {row}, should hold a text. Found {text!r}; remove the row{advice}."
                 )
-        if not any(text.strip() for text in texts):
-            raise ValueError(f"{table.name} should hold text. Found {len(texts)} empty rows.")
+        if not any(map(str.strip, texts)):
+            raise ValueError(f"{table.name} should hold text. Found {len(texts)} empty rows; give another file.")
         lines += [text + "\n" for text in texts]
     return lines

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-from nwise.app.models.convnet import convnet
 from nwise.app.models.gpt import gpt
-from nwise.app.models.mlp import mlp
+from nwise.app.models.plain import convnet, mlp
 from nwise.app.models.resnet import resnet
 from nwise.app.models.staged import StagedModel, initialize, merged
 from nwise.lazy import submodule

@@ -21,25 +21,14 @@ def gpt(
     dropout: float = 0.0,
     seed: int = 0,
 ) -> StagedModel:
-    """Build a Transformer in stages; the first has the embedding, the last the output projection.
+    """Build a Transformer in stages, tokens ``[B, T]`` to logits ``[B, T, V]``, with the embedding in the first stage.
 
     Embedding and output projection are not tied: they lie on different stages, and with local losses a
-    shared value would have two credits. A stage of the default size with its head has 152M parameters.
+    shared value would have two credits. A stage of the default size with its head has 152M parameters. More than 2^28 logits
+    are returned as their factors, which `nwise.losses.TokenCrossEntropy` takes too.
 
-    Args:
-        num_stages: number of stages, at least 1.
-        blocks_per_stage: Transformer blocks of each stage.
-        width: width of the tokens.
-        num_heads: attention heads of each block.
-        sequence_length: tokens in the longest sequence.
-        vocabulary_size: number of different tokens.
-        head_blocks: Transformer blocks in each auxiliary head, before its vocabulary matrix.
-        dropout: dropout of attention and of both branches of the main network's blocks.
-        seed: seed of the initial values.
-
-    Returns:
-        A model with ``.stages`` (tokens ``[B, T]`` to logits ``[B, T, V]``) and ``.heads``. More than 2^28 logits are
-        returned as their factors, which `nwise.losses.TokenCrossEntropy` takes too.
+    The arguments are the fields of `nwise.app.recipes.Gpt`, and the dropout of attention and of both branches of the main
+    network's blocks.
 
     >>> len(gpt(2, blocks_per_stage=1, width=8, num_heads=2, vocabulary_size=11).stages)
     2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -53,25 +54,22 @@ def _projection(before: int, after: int, stride: int) -> nn.Module:
     return nn.Sequential(Conv2d(before, after, 1, stride), nn.BatchNorm2d(after))
 
 
-def _body(widths: list[int], kernels: list[int], strides: list[int]) -> nn.Sequential:
+def _layers(*convolutions: tuple[int, int, int, int]) -> nn.Sequential:
+    """Return convolutions of some channels, kernel and stride, with batch norms, and ReLU in between."""
     layers: list[nn.Module] = []
-    for i, (kernel, stride) in enumerate(zip(kernels, strides, strict=True)):
-        layers += [Conv2d(widths[i], widths[i + 1], kernel, stride), nn.BatchNorm2d(widths[i + 1]), nn.ReLU()]
+    for before, after, kernel, stride in convolutions:
+        layers += [Conv2d(before, after, kernel, stride), nn.BatchNorm2d(after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def _basic(before: int, width: int, stride: int) -> tuple[Residual, int]:
-    body = _body([before, width, width], [3, 3], [stride, 1])
-    return Residual(body, _projection(before, width, stride)), width
-
-
-def _basic_unprojected(before: int, width: int, stride: int) -> tuple[Residual, int]:
-    body = _body([before, width, width], [3, 3], [stride, 1])
-    return Residual(body, nn.Identity() if before == width else Shorten(width)), width
+def _basic(before: int, width: int, stride: int, *, projected: bool = True) -> tuple[Residual, int]:
+    body = _layers((before, width, 3, stride), (width, width, 3, 1))
+    plain = nn.Identity() if before == width else Shorten(width)
+    return Residual(body, _projection(before, width, stride) if projected else plain), width
 
 
 def _bottleneck(before: int, width: int, stride: int) -> tuple[Residual, int]:
-    body = _body([before, width, width, 4 * width], [1, 3, 1], [1, stride, 1])
+    body = _layers((before, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
     return Residual(body, _projection(before, 4 * width, stride)), 4 * width
 
 
@@ -80,7 +78,7 @@ _Block = Callable[[int, int, int], tuple[Residual, int]]
 _SHAPES: dict[str, tuple[_Block, list[tuple[int, int]], int]] = {
     "paper-32": (_basic, [(64, 3), (128, 4), (256, 6), (512, 3)], 64),
     "18": (_basic, [(64, 2), (128, 2), (256, 2), (512, 2)], 64),
-    "32": (_basic_unprojected, [(16, 5), (32, 5), (64, 5)], 16),
+    "32": (partial(_basic, projected=False), [(16, 5), (32, 5), (64, 5)], 16),
     "50": (_bottleneck, [(64, 3), (128, 4), (256, 6), (512, 3)], 64),
 }
 
@@ -95,6 +93,8 @@ def resnet(
 ) -> StagedModel:
     """Build a residual network with one stage for each size of the feature map.
 
+    A head has convolutions of 128 and 64 channels, a global pool and a linear layer.
+
     Args:
         name: ``"paper-32"`` is the paper's ResNet-32: basic blocks 64x3, 128x4, 256x6, 512x3 behind a 3x3 stem, the shape of
             ResNet-34; ``"18"`` has two of each. ``"32"`` is He's CIFAR ResNet-32 (16, 32, 64 channels, 5 blocks each), whose
@@ -105,9 +105,6 @@ def resnet(
         width_factor: factor of all channels, including the heads', for small trials; 1 is the full network.
         seed: seed of the initial values.
 
-    Returns:
-        A model with ``.stages`` and ``.heads``: convolutions of 128 and 64 channels, global pool, linear.
-
     >>> sum(p.numel() for stage in resnet("paper-32").stages for p in stage.parameters())
     21282122
     """
@@ -115,8 +112,11 @@ def resnet(
         raise ValueError(f"`name` should be one of {', '.join(map(repr, _SHAPES))}. Found {name!r}.")
     if width_factor <= 0:
         raise ValueError(f"`width_factor` should be above 0. Found {width_factor}.")
-    num_classes = (1000 if name == "50" else 10) if num_classes is None else num_classes
-    image_size = (224 if name == "50" else 32) if image_size is None else image_size
+    classes, size = (1000, 224) if name == "50" else (10, 32)
+    num_classes, image_size = (
+        classes if num_classes is None else num_classes,
+        size if image_size is None else image_size,
+    )
     check_at_least(1, num_classes=num_classes)
     check_at_least(8, image_size=image_size)
     make, groups, stem = _SHAPES[name]
@@ -136,7 +136,6 @@ def resnet(
 
 
 def _stem(channels: int, large: bool) -> nn.Sequential:
-    if not large:
-        return nn.Sequential(Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU())
-    pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return nn.Sequential(Conv2d(3, channels, 7, 2), nn.BatchNorm2d(channels), nn.ReLU(), pool)
+    first = Conv2d(3, channels, 7, 2) if large else Conv2d(3, channels, 3)
+    pool = [nn.MaxPool2d(3, stride=2, padding=1)] if large else []
+    return nn.Sequential(first, nn.BatchNorm2d(channels), nn.ReLU(), *pool)

@@ -50,12 +50,9 @@ def build(
 
 
 def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
-    """Merge consecutive stages of a network; a new stage has the head of the last one merged into it.
+    """Merge consecutive stages of a network, some number into each new one; it has the head of the last one merged into it.
 
-    Args:
-        model: the network.
-        counts: numbers of its stages in each new one.
-        seed: seed of the heads' initial values, which depend on their new stages' numbers.
+    The initial values of the heads depend on the seed and on their new stages' numbers.
 
     >>> from nwise.app.models import mlp
     >>> [list(stage.pieces()) for stage in merged(mlp(3), [2, 1], 0).stages]
@@ -75,14 +72,9 @@ def merged(model: StagedModel, counts: Sequence[int], seed: int) -> StagedModel:
 
 
 def initialize(module: nn.Module, seed: int, prefix: str = "") -> None:
-    """Redraw every module's values from the seed and the module's name alone.
+    """Redraw the values of every submodule that has ``reset_parameters``, from the seed and its name alone.
 
-    They are therefore equal for every cut and on every rank.
-
-    Args:
-        module: a module; it calls ``reset_parameters`` of all its submodules.
-        seed: seed of the model.
-        prefix: name of the module in the unsplit network.
+    They are therefore equal for every cut and on every rank; `prefix` is the module's name in the unsplit network.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> initialize(a, 0, "x"); initialize(b, 0, "x")

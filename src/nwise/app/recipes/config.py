@@ -62,8 +62,8 @@ class ImageSource:
 
     def load(self, seed: int) -> tuple[Images, Images]:
         options = dict(vars(self))
-        options["limit"] = options.pop("train_limit"), options.pop("test_limit")
-        return image_data.load_images(**options, seed=seed)
+        limit = options.pop("train_limit"), options.pop("test_limit")
+        return image_data.load_images(**options, limit=limit, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,18 +267,15 @@ class Recipe:
             raise ValueError(
                 f"`microbatches` should be at most `batch_size = {self.batch_size}`. Found {self.microbatches}."
             )
-        kinds = {"data": Data, "model": Model, "optimizer": Optimizer, "then": Optimizer | None}
-        for name, kind in kinds.items():
+        for name, kind in {"data": Data, "model": Model, "optimizer": Optimizer, "then": Optimizer | None}.items():
             if not isinstance(value := getattr(self, name), kind):
-                raise TypeError(
-                    f"`{name}` should be one of {', '.join(k.__name__ for k in get_args(kind))}. Found {value!r}."
-                )
-        if isinstance(self.model, Gpt) != isinstance(self.data, Text):
-            raise ValueError(
-                f"`model` and `data` should both be of text or both of images. Found {type(self.model).__name__} and "
-                f"{type(self.data).__name__}."
-            )
-        if self.channels_last and isinstance(self.data, Text):
+                kinds = ", ".join(k.__name__ for k in get_args(kind))
+                raise TypeError(f"`{name}` should be one of {kinds}. Found {value!r}.")
+        is_text = isinstance(self.data, Text)
+        if isinstance(self.model, Gpt) != is_text:
+            model, data = type(self.model).__name__, type(self.data).__name__
+            raise ValueError(f"`model` and `data` should both be of text or both of images. Found {model} and {data}.")
+        if self.channels_last and is_text:
             raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")
         check_order(self.schedule)
         if isinstance(placement := parse_placement(self.placement), str):
@@ -302,11 +299,7 @@ class Recipe:
         return parse_phases(self.strategy, steps_per_epoch, self.heads)
 
     def load(self, tokenizer: Tokenizer | None = None) -> tuple[Images, Images] | tuple[Tokens, Tokens]:
-        """Load the training and the test data.
-
-        Args:
-            tokenizer: existing tokenizer for text; default: a new one.
-        """
+        """Load the training and the test data; text by an existing tokenizer or a new one."""
         if not isinstance(self.data, Text):
             return self.data.load(self.seed)
         assert isinstance(self.model, Gpt)
@@ -356,7 +349,7 @@ def from_json(value: Any) -> Any:
         except TypeCheckError as error:
             expected = getattr(hints[key], "__name__", hints[key])
             raise ValueError(f"`{key}` should be of type {expected}. Found {inner!r}.") from error
-    required = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
-    if missing := sorted(required - set(fields)):
-        raise ValueError(f"A {name} should have {missing[0]!r}. Found none.")
+    for f in dataclasses.fields(kind):
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in fields:
+            raise ValueError(f"A {name} should have {f.name!r}. Found none.")
     return kind(**fields)

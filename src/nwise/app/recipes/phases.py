@@ -12,15 +12,12 @@ Phases = tuple[tuple[int, Strategy], ...]
 
 
 def parse_phases(text: str, steps_per_epoch: int = 1, heads: Heads = "live") -> Phases:
-    """Parse strategies with the steps, or the epochs, after which the next one takes over.
+    """Parse strategies, with the steps or epochs after which the next one takes over, into first steps and strategies.
 
     Args:
         text: names of strategies (see `nwise.strategy`) with ``@500,`` or ``@3epochs,`` between them.
         steps_per_epoch: number of steps of an epoch.
         heads: the heads that every strategy runs.
-
-    Returns:
-        The first step of every strategy, and the strategy.
 
     Raises:
         ValueError: a strategy is unknown, or the steps do not rise from at least 1.

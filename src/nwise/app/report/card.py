@@ -7,71 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from nwise.app.recipes import to_json
+from nwise.app.report.html import asset
 from nwise.app.report.summary import Summary
 from nwise.app.training import Run
 from nwise.checks import needed
 
-_TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ recipe.name }}
-
-A network of {{ stages }} stages, trained by the strategy `{{ strategy }}` of nwise, where a loss trains only some of the stages
-([interlocking backpropagation](https://arxiv.org/abs/2010.04116)). `{{ weights }}` has the main network under the names of the
-unsplit one, without auxiliary heads.{% if tokenizer %} `tokenizer.json` has the tokenizer.{% endif %}
-
-## Load
-
-`pip install nwise`, with the extra `train` for scikit-learn's digits or `data` for Hugging Face data sets.
-
-```python
-import json
-from pathlib import Path
-
-import torch
-from nwise.app.recipes import from_json
-from safetensors.torch import load_file
-
-recipe = from_json(json.loads(Path("config.json").read_text()))
-data, test = recipe.load()  # the shape of the network depends on the data
-network = recipe.build(data).whole()
-network.load_state_dict(load_file("{{ weights }}"))
-x, y = test.batch(torch.arange(8))  # inputs as the network knows them: scaled, or tokens
-output = network.eval()(x)
-```
-
-## Scores
-
-After {{ last.step }} steps and {{ last.samples }} samples, on the test data of `{{ data }}`. The last row is the network's own
-output. The others are of heads, which are not in the file; a head without a row is not trained by this strategy.
-
-| stage | loss | {{ quality }} |
-|---|---|---|
-{% for k, loss, score in scores -%}
-| {{ k }} | {{ "%.4f" | format(loss) }} | {{ "%.4f" | format(score) }} |
-{% endfor %}
-These are the scores of one run with one seed. No other data were tried.
-
-## Training
-
-- mini-batches of {{ recipe.batch_size }} samples, seed {{ recipe.seed }}, {{ recipe.precision }}
-- micro-batches in each: {{ recipe.microbatches }}
-- optimizer: {{ optimizer }}
-{% for note in history -%}
-- {{ note }}
-{% endfor %}
-`config.json` has every setting.
-"""
-
 
 def card_files(run: Run, weights: Path) -> dict[Path, str]:
-    """Return the texts of a card, ``README.md``, of the recipe, ``config.json``, and of a text run's tokenizer.
-
-    Args:
-        run: the run.
-        weights: the exported file, in safetensors format, beside which they belong.
+    """Return the texts of the files that belong beside exported weights: a card, the recipe, and a text run's tokenizer.
 
     Raises:
         ImportError: the package `huggingface_hub` is missing.
@@ -97,9 +40,13 @@ def card_files(run: Run, weights: Path) -> dict[Path, str]:
 
 
 def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
-    recipe, quality = summary.recipe, summary.recipe.quality
+    recipe, quality, last = summary.recipe, summary.recipe.quality, summary.tests[-1]
     values = to_json(recipe)
-    data, scores = values["data"]["type"], _scores(summary)
+    data = values["data"]["type"]
+    # Stage, loss and quality of every head that ran at the last test; a share, not per cent.
+    scale = 1.0 if quality == "perplexity" else 0.01
+    ends = [(k, last["loss"][k], summary.head("test", quality, k).values[-1]) for k in range(summary.num_stages)]
+    scores = [(k, loss, scale * score) for k, loss, score in ends if loss is not None and score is not None]
     result = hub.EvalResult(
         task_type="text-generation" if quality == "perplexity" else "image-classification",
         dataset_type=data.lower(),
@@ -112,25 +59,16 @@ def _card(hub: Any, summary: Summary, weights: str, *, tokenizer: bool) -> Any:
     )
     return hub.ModelCard.from_template(
         facts,
-        template_str=_TEMPLATE,
+        template_str=asset("card.md"),
         recipe=recipe,
         stages=summary.num_stages,
         strategy=summary.strategy,
         weights=weights,
         tokenizer=tokenizer,
-        last=summary.tests[-1],
+        last=last,
         data=data,
         quality=quality,
         scores=scores,
         optimizer=", ".join(f"{name} {value}" for name, value in values["optimizer"].items() if value),
         history=summary.history,
     )
-
-
-def _scores(summary: Summary) -> list[tuple[int, float, float]]:
-    """Return stage, loss and quality of every head that ran at the last test."""
-    last = {name: [s.values[-1] for s in summary.series("test", name)] for name in ("loss", summary.recipe.quality)}
-    heads = [series.head for series in summary.series("test", "loss")]
-    scale = 1.0 if summary.recipe.quality == "perplexity" else 0.01
-    rows = zip(heads, last["loss"], last[summary.recipe.quality], strict=True)
-    return [(k, loss, scale * score) for k, loss, score in rows if loss is not None and score is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nwise.app.report.display import head_name
@@ -17,37 +17,27 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "star")
 _FONT = {"family": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif", "size": 13}
 _GRID = "#e5e5e5"
+_HATCHING = {"fillmode": "overlay", "fgcolor": "white", "solidity": 0.25}
 
 
 def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, several: bool) -> dict[str, Any] | None:
-    """Draw the curves of every head of every run; None if there are none.
+    """Draw the curves of every head over a title; None if there are none.
 
-    Args:
-        runs: name, number of stages and series of each run.
-        title: title of the vertical axis.
-        several: whether the page has several runs, each with its name and colour.
+    A run has a name, a number of stages and series; if the page has several runs, each has its own colour.
     """
     traces = []
     for i, (name, num_stages, curves) in enumerate(runs):
         for series in curves:
-            output = series.head == num_stages - 1
-            head = head_name(series.head, num_stages)
-            colour = i if several else series.head
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": f"{name}, {head}" if several else head,
-                    "visible": True if output or not several else "legendonly",
-                    "along": series.along,
-                    "y": series.values,
-                    "line": {
-                        "color": COLOURS[colour % len(COLOURS)],
-                        "dash": _DASHES[(num_stages - 1 - series.head) % len(_DASHES)],
-                    },
-                    "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
-                }
-            )
+            output, head = series.head == num_stages - 1, head_name(series.head, num_stages)
+            colour, dash = i if several else series.head, _DASHES[(num_stages - 1 - series.head) % len(_DASHES)]
+            look = {
+                "mode": "lines+markers",
+                "line": {"color": COLOURS[colour % len(COLOURS)], "dash": dash},
+                "marker": {"symbol": _SYMBOLS[colour % len(_SYMBOLS)], "size": 6},
+                "visible": True if output or not several else "legendonly",
+            }
+            label = f"{name}, {head}" if several else head
+            traces.append({"type": "scatter", "name": label, "along": series.along, "y": series.values, **look})
     if not traces:
         return None
     layout = _layout(340 + 18 * min(len(traces), 12), title)
@@ -62,56 +52,43 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
 
 
 def gantt(events: Sequence[Event], title: str, batches: int) -> dict[str, Any]:
-    """Draw the computations of every stage over time, in the first mini-batches.
-
-    Args:
-        events: computations.
-        title: title of the time axis.
-        batches: number of mini-batches.
-    """
+    """Draw the computations of every stage in the first mini-batches over time, an axis with a title."""
     first = min(event.batch for event in events if event.action.kind is Kind.FORWARD)
     shown = [e for e in events if first <= e.batch < first + batches and e.end > e.start]
-    begin = min(e.start for e in shown)
-    traces = []
-    for kind in KIND_COLOURS:
-        bars = [event for event in shown if event.action.kind is kind]
-        if bars:
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": f"{kind.value}  {NAMES[kind]}",
-                    "y": [e.action.stage for e in bars],
-                    "base": [float(f"{e.start - begin:.6g}") for e in bars],
-                    "x": [float(f"{e.end - e.start:.6g}") for e in bars],
-                    "marker": {
-                        "color": KIND_COLOURS[kind],
-                        "line": {"color": "white", "width": 0.5},
-                        "pattern": {
-                            "shape": ["/" if e.batch % 2 else "" for e in bars],
-                            "fillmode": "overlay",
-                            "fgcolor": "white",
-                            "solidity": 0.25,
-                            "size": 6,
-                        },
-                    },
-                    "text": [str(e.action.microbatch) for e in bars],
-                    "textposition": "inside",
-                    "insidetextanchor": "middle",
-                    "textangle": 0,
-                    "hoverinfo": "text",
-                    "hovertext": [
-                        f"{e.action} {NAMES[kind]}<br>{e.start - begin:.4g} to {e.end - begin:.4g}" for e in bars
-                    ],
-                }
-            )
     stages = 1 + max(e.action.stage for e in shown)
-    layout = _layout(190 + 34 * stages, "")
-    layout |= {"barmode": "overlay", "bargap": 0.12}
-    layout["xaxis"] |= {"title": {"text": title, "standoff": 6}, "rangemode": "tozero"}
-    layout["yaxis"] = {"range": [stages - 0.5, -0.5], "dtick": 1, "tickprefix": "stage ", "fixedrange": True}
-    layout["margin"]["l"] = 66
-    return {"data": traces, "layout": layout}
+    return {
+        "title": title,
+        "rows": [f"stage {k}" for k in range(stages)],
+        "bars": bars(shown, lambda e: e.action.stage),
+    }
+
+
+def bars(
+    events: Sequence[Event], row: Callable[[Event], int], loss: Callable[[Event], int | None] = lambda e: None
+) -> list[list[Any]]:
+    """Return kind, row, micro-batch, loss, mini-batch, start and length of events, as `gantt.js` draws them, from 0 on."""
+    zero = min((e.start for e in events), default=0.0)
+    return [
+        [
+            e.action.kind.value,
+            row(e),
+            e.action.microbatch,
+            loss(e),
+            e.batch,
+            *map(six_digits, (e.start - zero, e.end - e.start)),
+        ]
+        for e in events
+    ]
+
+
+def six_digits(number: float) -> float:
+    """Round a number for a page."""
+    return float(f"{number:.6g}")
+
+
+def kinds() -> dict[str, dict[str, str]]:
+    """Return name and colour of every kind of action, for `gantt.js`."""
+    return {kind.value: {"name": NAMES[kind], "colour": colour} for kind, colour in KIND_COLOURS.items()}
 
 
 def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -122,10 +99,7 @@ def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> 
             "name": name,
             "x": list(names),
             "y": [100 * value for value in values],
-            "marker": {
-                "color": COLOURS[i],
-                "pattern": {"shape": "/" if i else "", "fillmode": "overlay", "fgcolor": "white", "solidity": 0.25},
-            },
+            "marker": {"color": COLOURS[i], "pattern": {"shape": "/" if i else "", **_HATCHING}},
             "text": [f"{100 * value:.0f} %" for value in values],
             "textposition": "outside",
             "cliponaxis": False,

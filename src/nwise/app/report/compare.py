@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy as np
 from nwise.app.data import Images, Tokens
 from nwise.app.recipes import Recipe, spans
 from nwise.app.report.figures import Curve, compare_figure
-from nwise.app.training import Callback, Run, Trainer, new_run
+from nwise.app.report.summary import Summary
+from nwise.app.training import Callback, Trainer, new_run
 from nwise.schedule import PAPER, best
 
 __all__ = ["Result", "check", "compare", "draw"]
@@ -87,38 +87,28 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
     trainer.train(run, callbacks)
     if run.unwritten:
         raise OSError(
-            f"{run.folder} should have the results of {recipe.strategy}. Found that nwise could not write them."
+            f"{run.folder} should have the results of {recipe.strategy}. Found that nwise could not write them; make room, "
+            "and compare again."
         )
-    kind = recipe.quality
-    steps, values, seconds = _tests(run, kind)
-    return Result(recipe.strategy, str(run.folder), kind, Curve(steps, values, _slots(trainer, steps)), seconds)
+    # The numbers come from the records, so every number shown was written.
+    tests = Summary(run.folder.name, run).head("test", recipe.quality, trainer.pipe.num_stages - 1)
+    steps, values = tests.along["step"], [float("nan") if value is None else value for value in tests.values]
+    curve = Curve([int(step) for step in steps], values, _slots(trainer, steps))
+    return Result(recipe.strategy, str(run.folder), recipe.quality, curve, run.metrics()[-1]["seconds"])
 
 
-def _tests(run: Run, kind: str) -> tuple[list[int], list[float], float]:
-    """Read steps, scores and seconds from the records, so every number shown was written."""
-    records = run.metrics()
-    tests = [record for record in records if record["kind"] == "test"]
-    last = [record["loss" if kind == "perplexity" else "accuracy"][-1] for record in tests]
-    # The loss of a run that diverged is null; it stays in the table.
-    numbers = np.array([math.nan if value is None else value for value in last])
-    with np.errstate(over="ignore"):
-        values = (np.exp(numbers) if kind == "perplexity" else 100 * numbers).tolist()
-    return [record["step"] for record in tests], values, records[-1]["seconds"]
-
-
-def _slots(trainer: Trainer, steps: Sequence[int]) -> list[float]:
+def _slots(trainer: Trainer, steps: Sequence[float]) -> list[float]:
     """Model the slots until each of the steps, on one accelerator per stage."""
     rates = []
-    for made, rule in spans(trainer.recipe.phases(trainer.steps_per_epoch), steps[-1]):
+    for made, rule in spans(trainer.recipe.phases(trainer.steps_per_epoch), int(steps[-1])):
         m = trainer.recipe.microbatches
         timed = best(rule, num_stages=trainer.pipe.num_stages, num_microbatches=m, costs=PAPER)
         rates.append((made, timed.period))
-    return [sum(rate * len(range(made.start, min(step, made.stop))) for made, rate in rates) for step in steps]
+    return [sum(rate * max(0, min(step, made.stop) - made.start) for made, rate in rates) for step in steps]
 
 
 def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:
     """Draw quality over steps and over modelled time."""
-    kind = results[0].kind
-    quality = "test perplexity" if kind == "perplexity" else "test accuracy, %"
+    quality = "test perplexity" if results[0].kind == "perplexity" else "test accuracy, %"
     title = f"{recipe.name}: batch {recipe.batch_size}, M = {recipe.microbatches}, seed {recipe.seed}"
     compare_figure({result.strategy: result.curve for result in results}, quality, title, path)

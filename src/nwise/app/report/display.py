@@ -1,26 +1,28 @@
-"""Progress of a run: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a run: a live table on a terminal, plain lines elsewhere, and how long a slow run will take."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from nwise.app.recipes.config import Quality
-from nwise.app.report.forecast import Forecast
 from nwise.app.training import Callback, Score, Scores, Trainer
 
-# Redrawing more often would cost more than a small model's step.
-_REFRESH_PER_SECOND = 4
+_REFRESH_PER_SECOND = 4  # redrawing more often would cost more than a small model's step
 _SECONDS_BETWEEN_LINES = 60
+_KNOWN = 5.0  # seconds of work after which the rest can be estimated
+_SLOW_TEST, _SLOW_RUN = 60.0, 600.0  # seconds from which it is worth a line
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -49,11 +51,13 @@ def score_cells(score: Score | None, kind: Quality) -> tuple[str, str]:
     return number(None if score is None else score.loss), _quality(score, kind)
 
 
-def numbers_table(title: str | None, *headings: str) -> Table:
-    """Make an empty table whose first column is text and whose other columns are numbers."""
+def numbers_table(title: str | None, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table whose first column is text and whose other columns are numbers."""
     table = Table(title=title, title_justify="left")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -63,77 +67,114 @@ def write_at_once(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
+def duration(seconds: float) -> str:
+    """Round a duration for people.
+
+    >>> duration(45), duration(372), duration(137_000), duration(10**6)
+    ('45 seconds', '6 minutes', '38 hours', '12 days')
+    """
+    for unit, length, least in (("days", 86400, 3), ("hours", 3600, 2), ("minutes", 60, 2)):
+        if seconds >= least * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+class Forecast(Callback):
+    """Estimates how long a test takes, and all steps and tests, and says each once if it is slow."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def started(self, trainer: Trainer) -> None:
+        self._num_steps, self._every = trainer.num_steps, trainer.steps_per_test
+        options = ["--max-steps 100", *(["--test-limit 500"] if hasattr(trainer.recipe.data, "test_limit") else [])]
+        self._trial = " and ".join(f"`{option}`" for option in options)
+        self._at = time.perf_counter()  # of the last step or test
+        self._test = 0.0  # seconds of the last test
+        self._seconds, self._steps = 0.0, -1  # of training; the first step also warms up
+        self._said_test = self._said_run = False
+
+    def evaluating(self, done: int, total: int) -> None:
+        seconds = time.perf_counter() - self._at
+        whole = seconds / done * total
+        if self._said_test or seconds < _KNOWN or whole < _SLOW_TEST:
+            return
+        self._said_test = True
+        tests = 1 + math.ceil(self._num_steps / self._every)
+        self._say(
+            f"A test takes about {duration(whole)} here, and the run has {tests:,}. For a trial, use a smaller recipe "
+            f"(`nwise recipes`), or {self._trial}."
+        )
+
+    def evaluated(self, step: int, scores: Scores) -> None:
+        now = time.perf_counter()
+        self._test, self._at = now - self._at, now
+
+    def stepped(self, step: int, losses: Tensor) -> None:
+        now = time.perf_counter()
+        self._steps += 1
+        self._seconds += now - self._at if self._steps else 0.0
+        self._at = now
+        if self._said_run or self._seconds < _KNOWN:
+            return
+        self._said_run = True
+        left = self._num_steps - step
+        rest = left * self._seconds / self._steps + math.ceil(left / self._every) * self._test
+        if rest >= _SLOW_RUN:
+            time_left = f"take about {duration(rest)} here. Ctrl-C stops with a checkpoint."
+            self._say(f"The other {left:,} steps and their tests {time_left}")
+
+
 class _Display(Callback):
     """Base class of both displays."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def begin(self, trainer: Trainer) -> str:
-        """Start the clock and describe the run in one line."""
-        self.began = time.perf_counter()
-        self.kind = trainer.recipe.quality
-        self.forecast = Forecast(trainer)
-        recipe, pipe = trainer.recipe, trainer.pipe
-        parameters, side = trainer.num_parameters
-        threads = torch.get_num_threads()
-        return (
-            f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {parameters:,} parameters"
-            f" + {side:,} in heads, {trainer.num_steps:,} steps of {recipe.batch_size} on {trainer.device}"
-            f"{'' if pipe.processes.size == 1 else f', {pipe.processes.size} processes'}"
-            f" with {threads} thread{'s' if threads > 1 else ''}{'' if pipe.processes.size == 1 else ' each'}"
+    def started(self, trainer: Trainer) -> None:
+        recipe, pipe, self.total = trainer.recipe, trainer.pipe, trainer.num_steps
+        self.began, self.kind = time.perf_counter(), recipe.quality
+        (main, heads), threads, ranks = trainer.num_parameters, torch.get_num_threads(), pipe.processes.size
+        processes, each = (f", {ranks} processes", " each") if ranks > 1 else ("", "")
+        self.title = (
+            f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {main:,} parameters + {heads:,} in heads, "
+            f"{self.total:,} steps of {recipe.batch_size} on {trainer.device}{processes}"
+            f" with {threads} thread{'s' if threads > 1 else ''}{each}"
         )
 
-    def say(self, text: str | None) -> None:
-        """Print a line, if there is one; a live table stays below it."""
-        if text is not None:
-            self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+    @property
+    def with_forecast(self) -> tuple[Callback, ...]:
+        """The callbacks of a run: a forecast whose lines it prints, and itself."""
+        return Forecast(self.say), self
 
-    def stepped(self, step: int, losses: Tensor) -> None:
-        """Say once how long a slow run takes."""
-        self.say(self.forecast.stepped(step))
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Say once how long a slow test takes."""
-        self.say(self.forecast.evaluating(done, total))
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        """Remember how long the test took."""
-        self.forecast.evaluated()
+    def say(self, text: str) -> None:
+        """Print a line; a live table stays below it."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def stopping(self, text: str) -> None:
         """Show at once, in a signal handler, that the run is about to stop."""
         write_at_once(text)
 
     def resumed(self, step: int, changes: str) -> None:
-        """Print where the run resumes and what has changed; a live table stays below the line."""
-        self.console.print(f"resuming at step {step}" + (f": {changes}" if changes else ""), soft_wrap=True)
+        self.say(f"resuming at step {step}" + (f": {changes}" if changes else ""))
 
 
 class LiveDisplay(_Display):
     """A table of every head, with a progress bar below it."""
 
     def started(self, trainer: Trainer) -> None:
-        """Show the empty table."""
-        self.title = self.begin(trainer)
+        super().started(trainer)
         self.losses: list[float] = [float("nan")] * trainer.pipe.num_stages
         self.notice = ""
         self.scores: Scores | None = None
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self.task: TaskID = self.progress.add_task("training", total=trainer.num_steps)
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.progress = Progress(*columns, console=self.console)
+        self.task = self.progress.add_task("training", total=self.total)
         self.live = Live(self.draw(), console=self.console, refresh_per_second=_REFRESH_PER_SECOND)
         self.live.start()
         self.drawn = 0.0
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        """Show the losses, a few times per second."""
-        super().stepped(step, losses)
         self.progress.update(self.task, completed=step, description="training")
         now = time.perf_counter()
         if now - self.drawn > 1 / _REFRESH_PER_SECOND:
@@ -143,38 +184,33 @@ class LiveDisplay(_Display):
             self.live.update(self.draw())
 
     def evaluating(self, done: int, total: int) -> None:
-        """Show the progress of the evaluation."""
-        super().evaluating(done, total)
         self.progress.update(self.task, description=f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """Show the scores."""
-        super().evaluated(step, scores)
         self.scores = scores
         self.live.update(self.draw())
 
     def stopping(self, text: str) -> None:
-        """Show at once, in a signal handler, that the run is about to stop; the thread that draws does it."""
         self.notice = text
-        self.live.update(self.draw())
+        self.live.update(self.draw())  # the thread that draws shows it
 
     def resumed(self, step: int, changes: str) -> None:
         super().resumed(step, changes)
         self.progress.update(self.task, completed=step)
 
     def finished(self, status: str) -> None:
-        """Leave the last table on the screen."""
         self.progress.update(self.task, description=status)
         self.notice = ""
         self.live.update(self.draw(), refresh=True)
         self.live.stop()
 
     def draw(self) -> Group:
-        """Render the table, the bar and the notice."""
-        table = numbers_table(self.title, "head", "training loss", "test loss", f"test {self.kind}")
-        for k, loss in enumerate(self.losses):
-            score = None if self.scores is None else self.scores.heads[k]
-            table.add_row(head_name(k, len(self.losses)), number(loss), *score_cells(score, self.kind))
+        scores = [None] * len(self.losses) if self.scores is None else self.scores.heads
+        rows = [
+            (head_name(k, len(scores)), number(loss), *score_cells(score, self.kind))
+            for k, (loss, score) in enumerate(zip(self.losses, scores, strict=True))
+        ]
+        table = numbers_table(self.title, ("head", "training loss", "test loss", f"test {self.kind}"), rows)
         return Group(table, self.progress, *([Text(self.notice)] if self.notice else []))
 
 
@@ -182,52 +218,37 @@ class PlainDisplay(_Display):
     """One line for each evaluation, and one a minute between two evaluations."""
 
     def started(self, trainer: Trainer) -> None:
-        """Describe the run and the columns."""
-        self.console.print(self.begin(trainer), soft_wrap=True)
-        self.console.print(
-            f"columns: heads of stages 0 to {trainer.pipe.num_stages - 1}, the last is the output; –: not trained (see --heads)",
-            soft_wrap=True,
-        )
-        self.total = trainer.num_steps
-        self.step = trainer.pipe.steps
-        self.losses = ""
-        self.printed = self.began
+        super().started(trainer)
+        self.say(self.title)
+        last = trainer.pipe.num_stages - 1
+        self.say(f"columns: heads of stages 0 to {last}, the last is the output; –: not trained (see --heads)")
+        self.step, self.losses, self.printed = trainer.pipe.steps, "", self.began
 
     def stepped(self, step: int, losses: Tensor) -> None:
-        """Print a line if a minute has passed since the last."""
-        super().stepped(step, losses)
         self.step = step
         self._line_a_minute(f"training{self.losses}")
 
     def logged(self, step: int, losses: Tensor) -> None:
-        """Remember the losses for the next line."""
         self.losses = "  training loss " + " ".join(number(loss, 3) for loss in losses.tolist())
 
     def evaluating(self, done: int, total: int) -> None:
-        """Print a line if a minute has passed since the last."""
-        super().evaluating(done, total)
         self._line_a_minute(f"testing {done}/{total}")
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """Print the line."""
-        super().evaluated(step, scores)
         values = " ".join(_quality(score, self.kind).replace(" ", "") for score in scores.heads)
         self.step = step
-        self._print_line(f"test {self.kind} {values}{self.losses}")
+        self._line(f"test {self.kind} {values}{self.losses}")
 
     def _line_a_minute(self, text: str) -> None:
         if time.perf_counter() - self.printed > _SECONDS_BETWEEN_LINES:
-            self._print_line(text)
+            self._line(text)
 
-    def _print_line(self, text: str) -> None:
+    def _line(self, text: str) -> None:
         self.printed = time.perf_counter()
-        self.console.print(
-            f"step {self.step:>6}/{self.total}  {self.printed - self.began:7.1f} s  {text}", soft_wrap=True
-        )
+        self.say(f"step {self.step:>6}/{self.total}  {self.printed - self.began:7.1f} s  {text}")
 
     def finished(self, status: str) -> None:
-        """Print how the run ended."""
-        self.console.print(status)
+        self.say(status)
 
 
 def display_for(console: Console) -> LiveDisplay | PlainDisplay:

@@ -11,14 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from nwise.app.report.grid import KIND_COLOURS, Picture
-from nwise.app.report.html import write_page
+from nwise.app.report.charts import bars, kinds, six_digits
+from nwise.app.report.grid import Picture
+from nwise.app.report.html import asset, check_page, write_page
 from nwise.checks import check_at_least
 from nwise.planning.plans import is_late, same_gradients
 from nwise.schedule import BASELINES, Costs, Timed
-from nwise.schedule.actions import NAMES
 from nwise.schedule.baselines import known_method, stages_on, timed_method
-from nwise.schedule.simulation import Event
 from nwise.strategies import EndToEnd, Local, strategy
 
 __all__ = ["Choices", "explore", "write_pictures"]
@@ -65,20 +64,20 @@ class Choices:
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
         """
-        check_at_least(1, stages=min(self.stages), microbatches=min(self.microbatches))
-        size = max(self.stages) * max(self.microbatches) * _ACTIONS
-        if size > MOST:
+        stages, m = self.stages, max(self.microbatches)
+        check_at_least(1, stages=min(stages), microbatches=min(self.microbatches))
+        if (size := max(stages) * m * _ACTIONS) > MOST:
             raise ValueError(
-                f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(self.stages)} stages and "
-                f"{max(self.microbatches)} micro-batches; draw fewer."
+                f"A picture should have at most {MOST:,} actions. Found about {size:,} with {max(stages)} stages and {m} "
+                "micro-batches; draw fewer."
             )
         for text, costs in self.costs.items():
             if costs.latency:
                 raise ValueError(f"`costs` should leave the latency to `latency`. Found {text!r}.")
-            for stages in self.stages:
-                costs.per_stage("forward", stages)
-        for latency in self.latency:
-            replace(next(iter(self.costs.values())), latency=latency)
+            for each in stages:
+                costs.per_stage("forward", each)
+            for latency in self.latency:
+                replace(costs, latency=latency)
         if not self.combinations():
             raise ValueError(
                 "`stages` should have a number above N for some strategy. Found only strategies that equal end-to-end; add "
@@ -100,7 +99,6 @@ class Choices:
         return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
 
     def time(self, place: Place) -> Timed:
-        """Time a combination."""
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
         size = stages_on(stages, method)
@@ -111,20 +109,16 @@ class Choices:
 def explore(
     choices: Choices, path: Path, progress: Callable[[list[Place]], Iterable[Place]] = iter
 ) -> list[dict[str, Any]]:
-    """Time every combination and write the page.
+    """Time every combination and write the page; return its numbers.
 
-    Args:
-        choices: the choices on the page.
-        path: path of the page.
-        progress: wraps the list of combinations, for a progress bar; default: none.
-
-    Returns:
-        The page's numbers of every combination.
+    `progress` wraps the list of combinations, for a progress bar.
 
     Raises:
         ImportError: plotly is missing.
+        OSError: the page cannot be written there.
     """
     choices.check()
+    check_page(path)
     places = progress(choices.combinations())
     entries: dict[Place, Any] = {place: _make_entry(Picture("", choices.time(place))) for place in places}
     dimensions = {
@@ -138,17 +132,12 @@ def explore(
     records = []
     for place, entry in entries.items():
         chosen = {name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)}
-        records.append(chosen | {name: value for name, value in entry.items() if name not in ("events", "rows")})
+        records.append(chosen | {name: value for name, value in entry.items() if name not in ("bars", "rows")})
     return records
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
-    """Write a page with only these schedules, one choice for each.
-
-    Args:
-        pictures: the schedules.
-        path: path of the page.
-    """
+    """Write a page with only these schedules, one choice for each."""
     dimensions = {"method": [picture.title for picture in pictures], "microbatches": [""]}
     entries: dict[Place, Any] = {(i, 0): _make_entry(picture) for i, picture in enumerate(pictures)}
     _write(path, "Schedules", dimensions, entries, compared=False)
@@ -158,74 +147,34 @@ def _write(
     path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
 ) -> None:
     """Write the page; `compared` says whether it names the best schedule."""
-    own = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
+    rules = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
     # No gradient crosses a boundary, or some are late; the page does not compare such steps with others.
     local = [
-        name for name, rule in own.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
+        n for n, rule in rules.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
     ]
     numbers = [name for name, values in dimensions.items() if not isinstance(values[0], str)]
     data = {
         "dimensions": dimensions,
         "initial": {name: (len(dimensions[name]) - 1) // 2 for name in numbers},
         "entries": {",".join(map(str, place)): value for place, value in entries.items()},
-        "kinds": {kind.value: {"name": NAMES[kind], "colour": KIND_COLOURS[kind]} for kind in KIND_COLOURS},
+        "kinds": kinds(),
         "baselines": list(_END_TO_END),
         "local": local,
         "compared": compared,
     }
-    write_page(path, title, _BODY.format(title=title), "explore.js", {"schedules": data})
+    write_page(path, title, asset("explore.html").format(title=title), "explore.js", data)
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
-    """Collect the page's data of a schedule; numbers have six digits."""
     timed = picture.timed
     return {
-        "period": _round(timed.period),
-        "lower_bound": _round(timed.lower_bound),
+        "period": six_digits(timed.period),
+        "lower_bound": six_digits(timed.lower_bound),
         "optimal": timed.optimal,
         "order": timed.order,
         "in_flight": list(timed.in_flight),
         "rows": picture.rows,
         # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
-        "utilisation": [_round(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
-        "events": [_describe(picture, event) for event in picture.events],
+        "utilisation": [six_digits(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
+        "bars": bars(picture.events, picture.row, picture.farthest_loss),
     }
-
-
-def _describe(picture: Picture, event: Event) -> list[Any]:
-    """Return kind, row, micro-batch, loss, mini-batch, start and length of an event."""
-    action, times = event.action, (_round(event.start), _round(event.end - event.start))
-    return [action.kind.value, picture.row(event), action.microbatch, picture.farthest_loss(event), event.batch, *times]
-
-
-def _round(number: float) -> float:
-    return float(f"{number:.6g}")
-
-
-_BODY = """
-<h1>{title}</h1>
-<p>A network is cut into stages, one row each. Time runs to the right; numbers are micro-batches, small ones the loss that a
-gradient comes from; every other mini-batch is hatched. nwise found every schedule, timed it exactly and bounded it.</p>
-<div class="choices" id="choices" role="group" aria-label="What to show"></div>
-<p id="answer" class="answer" aria-live="polite"></p>
-<p id="absent" class="note" hidden></p>
-<div id="result">
-<div id="grid" class="chart" role="img" aria-label="When each stage does what"></div>
-<div class="wide" tabindex="0"><table class="words"><tbody>
-<tr><th scope="row">time per mini-batch, steady state</th><td id="period"></td></tr>
-<tr><th scope="row">lower bound</th><td id="bound"></td></tr>
-<tr><th scope="row">memory: most in flight</th><td id="held"></td></tr>
-<tr><th scope="row">utilisation</th><td id="busy"></td></tr>
-<tr><th scope="row">order</th><td id="order"></td></tr>
-</tbody></table></div>
-</div>
-<h2>All methods</h2>
-<p class="note"><span class="compared">&#9733; is the winner named above, each method at its best M; local training is not
-compared by time, nor are late gradients. </span>nwise runs every method at this price.</p>
-<div class="wide" tabindex="0"><table id="methods"><thead><tr>
-<th scope="col">method</th><th scope="col">step</th><th scope="col">bound</th><th scope="col">held</th>
-<th scope="col">busy</th><th scope="col" class="compared">step at its best M</th>
-<th scope="col" class="compared">best M</th></tr></thead><tbody></tbody></table></div>
-<p class="note compared">Costs are for a whole mini-batch in one stage, so every M does the same work. Times are per step and
-ignore how much a step achieves: end-to-end needs the fewest steps, local training the most.</p>
-"""

@@ -89,13 +89,7 @@ def check_format(path: Path | None) -> None:
 
 @contextmanager
 def new_figure(width: float, height: float, path: Path, **saving: Any) -> Iterator[Figure]:
-    """Yield an empty figure in the style of all; write it at the end.
-
-    Args:
-        width, height: size in inches.
-        path: file to write.
-        saving: other options of matplotlib's `savefig`.
-    """
+    """Yield an empty figure of a size in inches, in the style of all; write it at the end, with options of `savefig`."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -128,7 +122,7 @@ def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path
     """Draw accuracy over the work of a sample that may leave early; a line for each network, its end without exits.
 
     Args:
-        curves: for every network points of (share of the main network's work, accuracy in per cent).
+        curves: points of (share of the main network's work, accuracy in per cent), by name of the network.
         path: file to write.
     """
     with new_figure(5.6, 3.8, path) as figure:
@@ -149,7 +143,7 @@ def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float])
 
 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:
-    """Draw the flow of activations and gradients, as in the paper's second figure, from the `Flow`.
+    """Draw the flow of activations and gradients, as in the paper's second figure.
 
     There is a panel for each strategy, and for each turn of one that rotates. Stages run from left to right, each below its
     head and loss if those run. Black arrows are activations; coloured ones are gradients, in the colour of the farthest loss
@@ -192,29 +186,22 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
             _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.far % len(COLOURS)])
     for k in range(num_stages):
         losses = [j for j in range(num_stages) if credit[j, k]]
-        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=9, color="#555555")
         whole = len(losses) > 2 and losses[-1] - losses[0] == len(losses) - 1
         label = f"{losses[0]} to {losses[-1]}" if whole else ", ".join(map(str, losses)) or "–"
         label = f"loss {label}" if len(losses) == 1 else f"losses {label}" if len(losses) == 2 else label
-        axes.text(
-            k, -0.6, label, ha="center", va="center", fontsize=10.5, color=COLOURS[losses[-1] % 8] if losses else "#555"
-        )
+        colour = COLOURS[losses[-1] % len(COLOURS)] if losses else "#555"
+        axes.text(k, -0.42, "learns from", ha="center", va="center", fontsize=9, color="#555555")
+        axes.text(k, -0.6, label, ha="center", va="center", fontsize=10.5, color=colour)
 
 
 def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    corner = (x - width / 2, y - height / 2)
-    box = FancyBboxPatch(
-        corner, width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=fill, edgecolor=edge
-    )
-    axes.add_patch(box)
+    corner, style = (x - width / 2, y - height / 2), "round,pad=0,rounding_size=0.06"
+    axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=fill, edgecolor=edge))
     axes.text(x, y, text, ha="center", va="center", fontsize=10.5)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    from matplotlib.patches import FancyArrowPatch
-
-    axes.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=colour, lw=1.4, shrinkA=0, shrinkB=0)
-    )
+    style = {"arrowstyle": "-|>", "mutation_scale": 11, "color": colour, "lw": 1.4, "shrinkA": 0, "shrinkB": 0}
+    axes.annotate("", end, start, arrowprops=style)

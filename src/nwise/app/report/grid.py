@@ -1,13 +1,13 @@
-"""Simulated schedules as grids of time: in the terminal, and as figures like the paper's."""
+"""Simulated schedules as grids of time: in the terminal, as figures like the paper's, and as traces for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
@@ -15,7 +15,7 @@ from nwise.app.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
 from nwise.schedule.actions import NAMES, PASSES
 from nwise.schedule.placement import Placement
-from nwise.schedule.simulation import Event
+from nwise.schedule.simulation import Event, Message
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,16 +51,14 @@ class Picture:
     def caption(self) -> str:
         """Order, period and bound of the schedule."""
         timed = self.timed
-        bound = f"{timed.lower_bound:.6g}"
-        optimal = "which is optimal" if timed.optimal else f"lower bound {bound}"
+        optimal = "which is optimal" if timed.optimal else f"lower bound {timed.lower_bound:.6g}"
         return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}"
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated run."""
-        timed = self.timed
-        cycles = -(-(self.batches + timed.schedule.oldest) // len(timed.schedule.flows))
-        return simulate(timed.schedule, timed.costs, cycles=max(1, cycles))
+        schedule = self.timed.schedule
+        cycles = -(-(self.batches + schedule.oldest) // len(schedule.flows))
+        return simulate(schedule, self.timed.costs, cycles=max(1, cycles))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -69,11 +67,9 @@ class Picture:
 
     @property
     def rows(self) -> list[str]:
-        """Names of the rows, one per rank."""
         return row_names(self.timed.schedule.placement)
 
     def row(self, event: Event) -> int:
-        """Return the row of an event."""
         return self.timed.schedule.placement[event.action.stage]
 
     def name(self, event: Event) -> str:
@@ -85,9 +81,7 @@ class Picture:
     def farthest_loss(self, event: Event) -> int | None:
         """Return the loss that a backward pass comes from; of several, the farthest."""
         kind, k, m, q, turn, _ = event.action
-        if kind in PASSES:
-            return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far
-        return None
+        return self.timed.schedule.flows[turn][m].stages[k].cotangent(q).far if kind in PASSES else None
 
 
 def row_names(placement: Placement) -> list[str]:
@@ -99,14 +93,8 @@ def row_names(placement: Placement) -> list[str]:
 
 
 def terminal_grid(picture: Picture, width: int) -> Text:
-    """Draw a row for each rank; time runs to the right, a dot is a wait.
-
-    Args:
-        picture: the schedule.
-        width: width of the terminal, in characters; a note says so if the drawing is cut.
-    """
-    events = picture.events
-    rows = [f"{name} " for name in picture.rows]
+    """Draw a row for each rank, cut at a number of characters; time runs to the right, a dot is a wait."""
+    events, rows = picture.events, [f"{name} " for name in picture.rows]
     margin = max(map(len, rows))
     if not events:
         return Text("nothing takes any time\n", "dim")
@@ -143,12 +131,8 @@ def terminal_grid(picture: Picture, width: int) -> Text:
 
 def legend(pictures: Sequence[Picture]) -> Text:
     """Explain the letters and colours."""
-    text = Text()
-    for kind in _kinds(pictures):
-        text.append(f" {kind.value} ", _style(kind))
-        text.append(f" {NAMES[kind]}  ")
-    text.append("numbers are micro-batches; every other mini-batch is bold")
-    return text
+    kinds = [part for kind in _kinds(pictures) for part in ((f" {kind.value} ", _style(kind)), f" {NAMES[kind]}  ")]
+    return Text.assemble(*kinds, "numbers are micro-batches; every other mini-batch is bold")
 
 
 def _style(kind: Kind) -> str:
@@ -165,21 +149,22 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     from matplotlib.patches import Patch
 
     if not all(picture.events for picture in pictures):
-        raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0.")
+        raise ValueError("A schedule should take some time to be drawn. Found costs that are all 0; give one above 0.")
     events = [event for picture in pictures for event in picture.events]
     longest = max(event.end for event in events)
     shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
     width = min(24.0, max(5.0, 0.26 * longest / shortest))
     heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
+    # If M = 1, all numbers of micro-batches are 0; the grid then numbers mini-batches.
+    whole = [picture.timed.schedule.num_microbatches == 1 for picture in pictures]
     with new_figure(width, sum(heights) + 0.75, path) as figure:
         panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, picture in zip(panels, pictures, strict=True):
-            _draw(axes, picture, longest, width)
+        for axes, picture, by_batch in zip(panels, pictures, whole, strict=True):
+            _draw(axes, picture, longest, width, by_batch=by_batch)
         kinds = _kinds(pictures)
         patches = [Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {NAMES[k]}") for k in kinds]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
-        whole = [_is_whole(picture) for picture in pictures]
         numbers = "mini-batches" if all(whole) else "micro-batches" + (" (mini-batches if M = 1)" if any(whole) else "")
         explanation = (
             f"time, in the unit of the costs; numbers are {numbers}, small ones the loss that a gradient comes from; "
@@ -189,32 +174,21 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         panels[-1].set_xlabel(lines, fontsize=8, color="#555555")
 
 
-def _is_whole(picture: Picture) -> bool:
-    """Return whether M = 1; the grid then numbers mini-batches, because micro-batch numbers would all be 0."""
-    return picture.timed.schedule.num_microbatches == 1
-
-
-def _draw(axes: Axes, picture: Picture, longest: float, width: float) -> None:
+def _draw(axes: Axes, picture: Picture, longest: float, width: float, *, by_batch: bool) -> None:
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    rows = picture.rows
-    inch = width / longest
     for event in picture.events:
-        k, length = picture.row(event), event.end - event.start
-        later = event.batch % 2
-        box = Rectangle(
-            (event.start, k - 0.44), length, 0.88,
-            facecolor=KIND_COLOURS[event.action.kind], edgecolor="#ffffff", lw=0.8, hatch="///" if later else None,
-            alpha=0.75 if later else 1.0,
-        )  # fmt: skip
-        axes.add_patch(box)
-        if inch * length > 0.13 and event.action.kind is not Kind.UPDATE:
-            loss = picture.farthest_loss(event)
-            small = inch * length < 0.24 or loss is None
-            number = event.batch if _is_whole(picture) else event.action.microbatch
-            name = f"{number}" + ("" if small else f"$_{{{loss}}}$")
+        k, length, kind = picture.row(event), event.end - event.start, event.action.kind
+        look = {"hatch": "///", "alpha": 0.75} if event.batch % 2 else {}
+        look |= {"facecolor": KIND_COLOURS[kind], "edgecolor": "#ffffff", "lw": 0.8}
+        axes.add_patch(Rectangle((event.start, k - 0.44), length, 0.88, **look))  # type: ignore[arg-type]
+        inches = length * width / longest
+        if inches > 0.13 and kind is not Kind.UPDATE:
+            loss, number = picture.farthest_loss(event), event.batch if by_batch else event.action.microbatch
+            name = f"{number}" + ("" if inches < 0.24 or loss is None else f"$_{{{loss}}}$")
             axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
+    rows = picture.rows
     axes.set(xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5), yticks=range(len(rows)))
     axes.set_yticklabels(rows)
     axes.tick_params(length=2)
@@ -223,3 +197,46 @@ def _draw(axes: Axes, picture: Picture, longest: float, width: float) -> None:
     axes.annotate(caption, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color="#555555")
     axes.set_title(picture.title, loc="left", fontsize=9.5, fontweight="bold", pad=15)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=max(4, int(2 * width))))
+
+
+# The format counts microseconds; draw a unit of the costs as a millisecond.
+_UNIT = 1000.0
+
+
+class Process(NamedTuple):
+    """A timeline to draw; times are in milliseconds, or in units of the costs."""
+
+    title: str
+    placement: Placement
+    events: Sequence[Event]
+    messages: Sequence[Message]
+
+
+def chrome_trace(pictures: Iterable[Picture]) -> dict[str, Any]:
+    """Make a trace of simulated schedules, with a process for each."""
+    return make_trace(
+        Process(f"{p.title}; {p.caption}", p.timed.schedule.placement, p.timeline.events, p.timeline.messages)
+        for p in pictures
+    )
+
+
+def make_trace(processes: Iterable[Process]) -> dict[str, Any]:
+    """Make a trace: complete events (``"X"``) for actions, a thread per rank, flow events (``"s"``, ``"f"``) for messages."""
+    trace: list[dict[str, Any]] = []
+    for pid, (title, placement, events, messages) in enumerate(processes):
+        trace.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
+        for rank, name in enumerate(row_names(placement)):
+            trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": name}})
+        for e in events:
+            kind, args = e.action.kind.name.lower(), {"micro-batch": e.action.microbatch, "pass": e.cycle}
+            times = {"ts": _UNIT * e.start, "dur": _UNIT * (e.end - e.start)}
+            where = {"ph": "X", "pid": pid, "tid": placement[e.action.stage]}
+            trace.append({"name": str(e.action), "cat": kind, **where, **times, "args": args | {"mini-batch": e.batch}})
+        inside = 1e-3  # both ends of an arrow are just inside the actions that the viewer attaches them to
+        for number, m in enumerate(messages):
+            common = {"name": "message", "cat": "message", "pid": pid, "id": f"{pid}.{number}"}
+            trace += [
+                {**common, "ph": "s", "tid": placement[m.sender], "ts": _UNIT * m.sent - inside},
+                {**common, "ph": "f", "bp": "e", "tid": placement[m.receiver], "ts": _UNIT * m.used + inside},
+            ]
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,39 +33,28 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str = ""
     return f'<div class="wide" tabindex="0"><table{style}>{inside}</table></div>'
 
 
-def section(name: str, title: str, body: str) -> str:
-    """Build a part of a page that links can point to."""
-    return f'<section id="{name}"><h2>{html.escape(title)}</h2>\n{body}</section>\n'
-
-
 def embed_json(name: str, value: Any) -> str:
     """Embed data for the page's script; ``<`` is escaped, so no text in it can end the element."""
     text = json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
-def write_page(path: Path, title: str, body: str, script: str, data: Mapping[str, Any]) -> None:
-    """Write the page, to a temporary file first.
+def asset(name: str) -> str:
+    """Return a text of the folder `assets`."""
+    return (files("nwise.app.report") / "assets" / name).read_text(encoding="utf-8")
 
-    Args:
-        path: path of the page.
-        title: title of the page.
-        body: HTML of the page's content.
-        script: name of the script's file in `assets`.
-        data: the script's data, by the name of the element that embeds it.
 
-    Raises:
-        ImportError: plotly, whose script draws the charts, is missing.
-    """
-    assets = files("nwise.app.report") / "assets"
+def write_page(path: Path, title: str, body: str, script: str, data: Any) -> None:
+    """Write a page with data, and a script of the folder `assets` that draws them."""
     parts = [
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-        f"<style>{(assets / 'page.css').read_text()}</style></head><body>",
+        f"<style>{asset('page.css')}</style></head><body>",
         f'<a class="skip" href="#content">Skip to the content</a><main id="content">{body}</main>',
-        *(embed_json(name, value) for name, value in data.items()),
+        embed_json("data", data),
         f"<script>{plotly()}</script>",
-        f"<script>{(assets / script).read_text()}</script></body></html>\n",
+        *(f"<script>{asset(name)}</script>" for name in ("gantt.js", script)),
+        "</body></html>\n",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n".join(parts))
@@ -86,5 +75,7 @@ def check_page(path: Path) -> None:
         partial.touch()
         partial.unlink()
     except OSError as error:
-        raise OSError(f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}") from error
+        raise OSError(
+            f"A page should be in a folder that can be written to. Found {str(path)!r}: {error}; give another path."
+        ) from error
     plotly()

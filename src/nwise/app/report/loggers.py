@@ -22,7 +22,6 @@ class Logger(Callback):
 
     def started(self, trainer: Trainer) -> None:
         """Log as often as the run records."""
-        assert trainer.run is not None
         self._every = trainer.recipe.log_every
         self.open(trainer)
 
@@ -35,13 +34,11 @@ class Logger(Callback):
         raise NotImplementedError
 
     def logged(self, step: int, losses: Tensor) -> None:
-        """Write the training losses of a step that is recorded."""
         if step % self._every == 0:
             values = {f"train_loss/stage_{k}": loss for k, loss in enumerate(losses.tolist())}
             self.write(step, {name: loss for name, loss in values.items() if loss == loss})
 
     def evaluated(self, step: int, scores: Scores) -> None:
-        """Write test losses and accuracies."""
         values: dict[str, float] = {}
         for k, score in enumerate(scores.heads):
             if score is not None:
@@ -57,9 +54,8 @@ class TensorBoard(Logger):
     """
 
     def __init__(self) -> None:
-        self._new_writer = needed(
-            "torch.utils.tensorboard.writer", "tensorboard", "`--log-to tensorboard`"
-        ).SummaryWriter
+        module = needed("torch.utils.tensorboard.writer", "tensorboard", "`--log-to tensorboard`")
+        self._new_writer = module.SummaryWriter
 
     def open(self, trainer: Trainer) -> None:
         assert trainer.run is not None
@@ -76,7 +72,6 @@ class TensorBoard(Logger):
         self._writer = self._new_writer(self._folder, purge_step=step + 1)
 
     def finished(self, status: str) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -84,9 +79,6 @@ class Tracker(Logger):
     """Weights & Biases, or trackio, which has the same functions; a resumed run is a new run there.
 
     Weights & Biases stays offline unless ``WANDB_MODE`` says otherwise; ``wandb sync <folder>/wandb/offline-*`` uploads a run.
-
-    Args:
-        name: name of the package.
 
     Raises:
         ImportError: the extra of that name is not installed.
@@ -108,7 +100,6 @@ class Tracker(Logger):
         self._package.log(dict(values), step=step)
 
     def finished(self, status: str) -> None:
-        """Close the log."""
         self._package.finish()
 
 

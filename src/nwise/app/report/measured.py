@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from nwise.app.report.trace import make_trace, process_events
+from nwise.app.report.grid import Process, make_trace
 from nwise.schedule import Costs, Schedule, Timeline, simulate
 from nwise.schedule.actions import COMPUTATIONS, SENDS, Action, Kind
 from nwise.schedule.simulation import Event, Message
@@ -20,8 +20,7 @@ _MS = 1e3
 RankRecord = Sequence[tuple[int, Action, float, float]]
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """An action's measured and predicted start within its stage's step, in milliseconds."""
 
     action: Action
@@ -31,17 +30,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured timeline and the predicted one; times in milliseconds.
-
-    Args:
-        schedule: the schedule of the run.
-        ranks: record of each rank.
-        bytes_sent: bytes of activations and gradients per rank and step, measured and predicted.
-    """
+    """A measured timeline and the predicted one; times in milliseconds."""
 
     schedule: Schedule
     ranks: Sequence[RankRecord]
-    bytes_sent: Sequence[dict[str, Any]]
+    bytes_sent: Sequence[dict[str, Any]]  # of activations and gradients per rank and step, measured and predicted
 
     @cached_property
     def costs(self) -> Costs:
@@ -59,7 +52,7 @@ class Comparison:
             weights = max(both - back, 0.0) if both else middle.get(Kind.WEIGHT_GRAD, 0.0)
             rows.append((middle.get(Kind.FORWARD, 0.0), middle.get(Kind.HEAD, 0.0), back, weights))
         # A message may lie in its buffer until its receiver is free. That time is not latency, so only awaited messages count.
-        latency = median([_MS * travel for travel, waited in self._travels if waited > 0] or [0.0])
+        latency = median([travel for travel, waited in self._travels if waited > 0] or [0.0])
         forward, head, input_grad, weight_grad = zip(*rows, strict=True)
         return Costs(forward, head, input_grad, weight_grad, chain_share=0.0, latency=latency)
 
@@ -71,45 +64,35 @@ class Comparison:
         return simulate(self.schedule, self.costs, cycles=max(2, steps // turns))
 
     @cached_property
-    def events(self) -> list[Event]:
-        """Measured computations and updates; the first action starts at 0."""
-        return self._select(*COMPUTATIONS, Kind.UPDATE)
-
-    @cached_property
-    def waits(self) -> list[Event]:
-        """Measured receives and sends."""
-        return self._select(*SENDS.keys(), *SENDS.values())
-
-    def _select(self, *kinds: Kind) -> list[Event]:
+    def _all(self) -> list[Event]:
+        """Everything measured, messages too; the first action starts at 0."""
         zero = min(begin for record in self.ranks for _, _, begin, _ in record)
         return [
             Event(action, step, _MS * (begin - zero), _MS * (end - zero), step - action.age)
             for record in self.ranks
             for step, action, begin, end in record
-            if action.kind in kinds
         ]
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """Measured computations and updates."""
+        return [e for e in self._all if e.action.kind in (*COMPUTATIONS, Kind.UPDATE)]
 
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
         """Every send with its receive."""
-        happened = {(e.cycle, e.action): e for e in self.waits}
-        cycles, pairs = sorted({e.cycle for e in self.waits}), []
-        for send, receive in self.schedule.transfers:
-            for cycle in cycles:
-                put, got = (cycle, send), (cycle + receive.age - send.age, receive)
-                if put in happened and got in happened:
-                    pairs.append((happened[put], happened[got]))
-        return pairs
+        happened, cycles = {(e.cycle, e.action): e for e in self._all}, sorted({e.cycle for e in self._all})
+        pairs = (
+            (happened.get((cycle, send)), happened.get((cycle + receive.age - send.age, receive)))
+            for send, receive in self.schedule.transfers
+            for cycle in cycles
+        )
+        return [(put, got) for put, got in pairs if put is not None and got is not None]
 
     @cached_property
     def _travels(self) -> list[tuple[float, float]]:
-        """Seconds that each message travelled, and seconds of these that its receiver waited."""
-        return [((got.end - put.start) / _MS, (got.end - max(got.start, put.start)) / _MS) for put, got in self._pairs]
-
-    @property
-    def messages(self) -> list[Message]:
-        """Arrows from the end of each send to the end of its receive."""
-        return [Message(put.action.stage, got.action.stage, put.end, got.end, got.end) for put, got in self._pairs]
+        """Milliseconds that each message travelled, and those of them that its receiver waited."""
+        return [(got.end - put.start, got.end - max(got.start, put.start)) for put, got in self._pairs]
 
     @property
     def overlap(self) -> float:
@@ -122,9 +105,9 @@ class Comparison:
         """Measured time per mini-batch: mean time between a stage's updates, averaged over stages."""
         spans = []
         for k in range(self.schedule.num_stages):
-            ends = sorted(e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k)
+            ends = [e.end for e in self.events if e.action.kind is Kind.UPDATE and e.action.stage == k]
             if len(ends) > 1:
-                spans.append((ends[-1] - ends[0]) / (len(ends) - 1))
+                spans.append((max(ends) - min(ends)) / (len(ends) - 1))
         return mean(spans) if spans else 0.0
 
     @cached_property
@@ -148,14 +131,38 @@ class Comparison:
         deviations = [Deviation(action, measured[action], predicted[action]) for action in measured.keys() & predicted]
         return sorted(deviations, key=lambda d: (-abs(d.measured - d.predicted), str(d.action)))[:count]
 
+    def table(self) -> list[tuple[str, str, str]]:
+        """Return what is compared, measured and predicted, as text."""
+        predicted = self.predicted
+        return [
+            ("time per mini-batch, ms", f"{self.period:.2f}", f"{predicted.period:.2f}"),
+            ("bubble, %", f"{100 * self.bubble:.1f}", f"{100 * predicted.bubble:.1f}"),
+            ("overlap of messages with work, %", f"{100 * self.overlap:.1f}", "–"),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        predicted = self.predicted
+        return {
+            "period_ms": {"measured": self.period, "predicted": predicted.period},
+            "bubble": {"measured": self.bubble, "predicted": predicted.bubble},
+            "utilisation": {"measured": self.utilisation, "predicted": list(predicted.utilisation)},
+            "overlap": self.overlap,
+            "bytes": list(self.bytes_sent),
+            "deviations": [
+                {"action": str(d.action), "measured_ms": d.measured, "predicted_ms": d.predicted}
+                for d in self.deviations()
+            ],
+        }
+
     def trace(self, title: str) -> dict[str, Any]:
         """Make the Chrome trace JSON of both timelines, the measured one first."""
-        events = [*self.events, *(e for e in self.waits if e.action.kind not in SENDS)]
-        measured = process_events(0, f"{title}: measured", self.schedule.placement, events, self.messages)
+        placement, predicted = self.schedule.placement, self.predicted
+        events = [e for e in self._all if e.action.kind not in SENDS]
+        # Arrows from the end of each send to the end of its receive.
+        arrows = [Message(put.action.stage, got.action.stage, put.end, got.end, got.end) for put, got in self._pairs]
         heading = f"{title}: predicted with the measured costs"
-        timeline = self.predicted
-        predicted = process_events(1, heading, self.schedule.placement, timeline.events, timeline.messages)
-        return make_trace([*measured, *predicted])
+        measured = Process(f"{title}: measured", placement, events, arrows)
+        return make_trace([measured, Process(heading, placement, predicted.events, predicted.messages)])
 
 
 def _offsets(events: Sequence[Event]) -> dict[Action, float]:

@@ -14,7 +14,7 @@ import nwise
 from nwise.app.recipes import Phases, Recipe, joined, to_json
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Run
-from nwise.app.training.timeline import load
+from nwise.app.training.log import load
 from nwise.flow import flows_for
 from nwise.schedule.ages import strategy_ages
 from nwise.schedule.named import choose
@@ -24,29 +24,18 @@ AXES = {"step": "steps", "samples": "samples", "seconds": "seconds of this run"}
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers of one head along a run.
+    """Numbers of one head along a run."""
 
-    Args:
-        head: stage of the head.
-        along: steps, samples and seconds of the values.
-        values: the numbers; None if there is none.
-    """
-
-    head: int
-    along: dict[str, list[float]]
+    head: int  # its stage
+    along: dict[str, list[float]]  # steps, samples and seconds of the values
     values: list[float | None]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a run's folder.
+    """The contents of a run's folder."""
 
-    Args:
-        name: name of the run on the page.
-        run: the folder.
-    """
-
-    name: str
+    name: str  # of the run on the page
     run: Run
 
     @classmethod
@@ -57,21 +46,19 @@ class Summary:
             FileNotFoundError: a folder is not a run's.
             ValueError: a run has no records.
         """
-        summaries = []
         folders = list({folder.resolve(): folder for folder in folders}.values())
         names = [folder.resolve().name for folder in folders]
+        summaries = []
         for folder, name in zip(folders, names, strict=True):
-            summary = cls(name if names.count(name) == 1 else str(folder), Run.open(folder))
-            if not summary.tests:
+            summaries.append(cls(name if names.count(name) == 1 else str(folder), Run.open(folder)))
+            if not summaries[-1].tests:
                 raise ValueError(
                     f"{folder} should hold the records of at least one test. Found none; did the run reach its first evaluation?"
                 )
-            summaries.append(summary)
         return summaries
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The resolved configuration."""
         return self.run.recipe
 
     @cached_property
@@ -82,17 +69,15 @@ class Summary:
             ValueError: a record is not one that `nwise train` writes.
         """
         records = [record for record in self.run.metrics() if record["kind"] in ("train", "test")]
-        for record in records:
-            if not _is_whole(record):
-                raise ValueError(
-                    f"{self.run.folder / 'metrics.jsonl'} should hold records with {', '.join(AXES)} and numbers of every head. "
-                    f"Found {str(record)[:60]}; remove the line."
-                )
+        if broken := [record for record in records if not _is_whole(record)]:
+            raise ValueError(
+                f"{self.run.folder / 'metrics.jsonl'} should hold records with {', '.join(AXES)} and numbers of every head. "
+                f"Found {str(broken[0])[:60]}; remove the line."
+            )
         return records
 
     @property
     def tests(self) -> list[dict[str, Any]]:
-        """Records of tests."""
         return [record for record in self.records if record["kind"] == "test"]
 
     @property
@@ -105,7 +90,7 @@ class Summary:
         """Notes on each resumption: what changed, and what the curves cannot show."""
         notes = [
             f"resumed from step {entry.get('step')}" + (f": {entry['changes']}" if entry.get("changes") else "")
-            for entry in self._state.get("resumed", [])
+            for entry in self.run.state.get("resumed", [])
             if isinstance(entry, dict)
         ]
         other = [record["step"] for record in self.records if len(record["loss"]) != self.num_stages]
@@ -114,15 +99,10 @@ class Summary:
         return notes
 
     @cached_property
-    def _state(self) -> dict[str, Any]:
-        return json.loads((self.run.folder / "run.json").read_text())
-
-    @cached_property
     def phases(self) -> Phases:
         """The first step of every strategy, and the strategy; epochs are turned into steps by means of the records."""
-        last = self.tests[-1]
-        per_epoch = round(last["step"] / last["epoch"]) if last.get("epoch") else 1
-        return self.recipe.phases(max(1, per_epoch))
+        step, epoch = self.tests[-1]["step"], self.tests[-1].get("epoch")
+        return self.recipe.phases(max(1, round(step / epoch)) if epoch else 1)
 
     @property
     def strategy(self) -> str:
@@ -131,7 +111,6 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """Recipe, strategy, A and M in one line."""
         return f"{self.recipe.name}, {self.strategy}, A = {self.num_stages}, M = {self.recipe.microbatches}"
 
     def series(self, kind: str, name: str) -> list[Series]:
@@ -141,21 +120,20 @@ class Summary:
             kind: train or test.
             name: loss, accuracy (in per cent), or perplexity.
         """
-        records = [record for record in self.records if record["kind"] == kind]
-        along = {axis: [float(record[axis]) for record in records] for axis in AXES}
-        series = []
-        for head in range(self.num_stages):
-            key = "loss" if name == "perplexity" else name
-            values = [_scale(self._head_value(record[key], head), name) for record in records]
-            if any(value is not None for value in values):
-                series.append(Series(head, along, values))
-        return series
+        every = (self.head(kind, name, k) for k in range(self.num_stages))
+        return [series for series in every if any(value is not None for value in series.values)]
 
-    def _head_value(self, heads: list[float | None], head: int) -> float | None:
-        """Return a head's number; for a head before the last, only if the run had the final number of stages."""
-        if head == self.num_stages - 1:
-            return heads[-1]
-        return heads[head] if len(heads) == self.num_stages else None
+    def head(self, kind: str, name: str, k: int) -> Series:
+        """Return the numbers of one head, with None where a record has none; see `series`."""
+        records = [record for record in self.records if record["kind"] == kind]
+        along = {axis: [record[axis] for record in records] for axis in AXES}
+        values: list[float | None] = []
+        for record in records:
+            heads = record["loss" if name == "perplexity" else name]
+            # Before a resume the run may have had another number of stages; only the last head is the same then.
+            last, same = k == self.num_stages - 1, len(heads) == self.num_stages
+            values.append(_scale(heads[-1] if last else heads[k] if same else None, name))
+        return Series(k, along, values)
 
     @cached_property
     def measured(self) -> Comparison | None:
@@ -175,7 +153,7 @@ class Summary:
 
     def settings(self) -> dict[str, str]:
         """Return configuration and versions as flat text."""
-        versions = self._state.get("versions")
+        versions = self.run.state.get("versions")
         items = versions.items() if isinstance(versions, dict) else ()
         return {**_flatten(to_json(self.recipe)), **{f"version of {name}": str(value) for name, value in items}}
 
@@ -185,10 +163,9 @@ def _is_whole(record: dict[str, Any]) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
 
     names = ("loss", "accuracy") if record["kind"] == "test" else ("loss",)
-    heads = [record.get(name) for name in names]
     return all(number(record.get(axis)) for axis in AXES) and all(
         isinstance(values, list) and values and all(value is None or number(value) for value in values)
-        for values in heads
+        for values in map(record.get, names)
     )
 
 
@@ -200,11 +177,11 @@ def _scale(value: float | None, name: str) -> float | None:
     return 100 * value if name == "accuracy" else value
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, str]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
-    for name, inner in value.items():
-        if isinstance(inner, dict):
-            flat |= _flatten(inner, f"{prefix}{name}.")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = json.dumps(inner) if not isinstance(inner, str) else inner
+            flat[prefix + name] = value if isinstance(value, str) else json.dumps(value)
     return flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -31,17 +31,16 @@ from nwise.tensors import Tensors
 
 def pick_device(recipe: Recipe) -> torch.device:
     """Return the recipe's device; ValueError if there is none."""
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    count, name = torch.cuda.device_count(), recipe.device
+    found = f"Found {name!r}; leave it out to take what there is."
     try:
-        device = torch.device(automatic if recipe.device == "auto" else recipe.device)
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
-        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.") from error
+        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. {found}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. Found {recipe.device!r}.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"`device` should be one of the {torch.cuda.device_count()} GPUs, or cpu. Found {recipe.device!r}."
-        )
+        raise ValueError(f"`device` should be auto, cpu, cuda or cuda:<number>. {found}")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"`device` should be one of the {count} GPUs, or cpu. {found}")
     if device.type == "cuda" and launched():
         device = torch.device("cuda", local_gpu() if device.index is None else device.index)
         choose_gpu(device.index)  # before data are moved: that starts CUDA, and then the GPU stays
@@ -61,7 +60,6 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
     """
     with torch.device("meta") if launched() else nullcontext():
         model = recipe.build(data)
-
     if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
         raise ValueError(
             f"`stage_lr` should have a factor for each of the {len(model.stages)} stages. Found {len(recipe.stage_lr)}."
@@ -97,9 +95,10 @@ def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> N
         x, target = samples.batch(torch.arange(size) % len(samples), None)
         return (x,), target
 
+    heads = [*(model.make_head(name).to(device) for name in list(pieces)[:-1]), None]
     return Network(
         pieces,
-        [*(model.make_head(name).to(device) for name in list(pieces)[:-1]), None],
+        heads,
         batch,
         recipe.batch_size,
         make_loss(data),
@@ -111,21 +110,15 @@ def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> N
 
 
 def check_channels_last(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError for convolutions with which oneDNN writes past its memory (its issue 6035).
+    """Raise ValueError for convolutions with which oneDNN writes past its memory.
 
     https://github.com/uxlfoundation/oneDNN/issues/6035
 
     >>> check_channels_last(nn.Conv2d(16, 32, 1, stride=2), torch.device("cpu"))
     """
-    if device.type != "cpu":
-        return
-    for name, conv in module.named_modules():
-        if (
-            isinstance(conv, nn.Conv2d)
-            and conv.kernel_size == (1, 1)
-            and max(conv.stride) > 1
-            and conv.in_channels < 16
-        ):
+    for name, conv in module.named_modules() if device.type == "cpu" else ():
+        strided = isinstance(conv, nn.Conv2d) and conv.kernel_size == (1, 1) and max(conv.stride) > 1
+        if strided and conv.in_channels < 16:
             raise ValueError(
                 "With `channels_last` on a CPU, strided 1x1 convolutions should have at least 16 input channels: with fewer, "
                 f"gradients corrupt memory (oneDNN's issue 6035). Found {conv.in_channels} in "
@@ -139,14 +132,7 @@ def autocast(recipe: Recipe, device: torch.device) -> Any:
 
 
 def compile_blocks(pipe: Pipeline, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every piece of every stage, and every head.
-
-    Args:
-        pipe: the pipeline.
-        backend: a backend of `torch.compile`; default inductor.
-    """
-    for stage in pipe.stages:
-        for piece in stage.pieces().values() if isinstance(stage, Chain) else [stage]:
-            compile_module(piece, backend)
-    for head in pipe.heads.values():
-        compile_module(head, backend)
+    """Compile every piece of every stage, and every head, with a backend of `torch.compile`."""
+    pieces = [stage.pieces().values() if isinstance(stage, Chain) else [stage] for stage in pipe.stages]
+    for module in chain(*pieces, pipe.heads.values()):
+        compile_module(module, backend)

@@ -28,20 +28,13 @@ _CANDIDATES = 200  # thresholds that are tried
 
 @dataclass(frozen=True)
 class Seen:
-    """Confidence and correctness of every exit for every sample.
-
-    Args:
-        stages: stage of every exit, in order; the last one is the network's own output.
-        confidence: ``[samples, exits]``.
-        right: whether the answer is right, ``[samples, exits]``.
-    """
+    """Confidence and correctness of every exit for every sample, ``[samples, exits]``; the last exit is the whole network's."""
 
     stages: tuple[int, ...]
     confidence: Tensor
     right: Tensor
 
     def part(self, samples: Tensor) -> Seen:
-        """Return the rows of some samples."""
         return Seen(self.stages, self.confidence[samples], self.right[samples])
 
     @property
@@ -52,12 +45,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations for one sample.
-
-    Args:
-        stages: operations of every stage, ``[A]``.
-        heads: operations of the heads, by stage.
-    """
+    """Floating-point operations for one sample: of every stage, ``[A]``, and of the heads, by stage."""
 
     stages: Sequence[int]
     heads: Mapping[int, int]
@@ -79,13 +67,10 @@ class Outcome:
 
 
 def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidence = None) -> Seen:
-    """Run every trained head on every sample.
+    """Run every trained head on every sample of data that training has not seen.
 
-    Args:
-        pipe: the pipeline, whose heads and last stage return logits ``[B, classes]``.
-        data: samples that training has not seen.
-        batch_size: samples per batch.
-        confidence: as for `Pipeline.exit`; a function gets the output alone.
+    The heads and the last stage return logits ``[B, classes]``. `confidence` is as for `Pipeline.exit`; a function gets the
+    output alone.
 
     Raises:
         ValueError: the loss has no default confidence, or an output is not ``[B, classes]``.
@@ -104,12 +89,7 @@ def observe(pipe: Pipeline, data: Images, batch_size: int, confidence: Confidenc
 
 
 def count_work(pipe: Pipeline, example: Tensor) -> Work:
-    """Count the operations of every stage and head for one sample.
-
-    Args:
-        pipe: the pipeline.
-        example: a batch of one sample.
-    """
+    """Count the operations of every stage and head for one sample, from a batch of one."""
     stages, heads, hidden = [], {}, as_tuple(example, "`example`")
     with evaluating(pipe):
         for k, stage in enumerate(pipe.stages):
@@ -124,12 +104,7 @@ def count_work(pipe: Pipeline, example: Tensor) -> Work:
 
 
 def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
-    """Return the accuracy and the work on the samples under some thresholds.
-
-    Args:
-        seen: the samples.
-        work: operations of the stages and heads.
-        thresholds: confidence from which a sample leaves, by stage; a head without one does not run.
+    """Return the accuracy and the work on samples that leave from some confidence on, by stage; other heads do not run.
 
     >>> two = Seen((0, 1), torch.tensor([[0.9, 0.9], [0.6, 0.8]]), torch.tensor([[True, True], [False, True]]))
     >>> outcome(two, Work([50, 50], {0: 10}), {0: 0.8})
@@ -140,15 +115,13 @@ def outcome(seen: Seen, work: Work, thresholds: Mapping[int, float]) -> Outcome:
     right, operations, done = 0, 0, 0
     leaving = []
     for i, k in enumerate(seen.stages):
-        here = int(stays.sum())
+        here, last = int(stays.sum()), i == len(seen.stages) - 1
         operations += here * sum(work.stages[done : k + 1])
         done = k + 1
-        last = i == len(seen.stages) - 1
         if not last and k in thresholds:
             operations += here * work.heads[k]
-        bound = thresholds.get(k, math.inf)
         # A sample whose confidence is nan leaves at the end only.
-        leaves = stays if last else stays & (seen.confidence[:, i] >= bound)
+        leaves = stays if last else stays & (seen.confidence[:, i] >= thresholds.get(k, math.inf))
         right += int((leaves & seen.right[:, i]).sum())
         leaving.append(int(leaves.sum()) / count)
         stays = stays & ~leaves
@@ -161,13 +134,8 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
     One number cannot fit the samples too well: thresholds that were chosen for each exit alone lost another half a point on
     samples that they had not seen (`benchmarks/exits`).
 
-    Args:
-        seen: the samples.
-        work: operations of the stages and heads.
-        accuracy: share of right answers to keep; the network's own is enough.
-
-    Returns:
-        The threshold of every exit, by stage; empty if exits save no work.
+    `accuracy` is the share of right answers to keep; the network's own is enough. The thresholds are by stage; there are none if
+    exits save no work.
     """
     wanted = min(accuracy, seen.accuracy)
     levels = torch.linspace(0, 1, _CANDIDATES, dtype=torch.float64)
@@ -181,19 +149,16 @@ def calibrate(seen: Seen, work: Work, accuracy: float) -> dict[int, float]:
 def cross_validated(seen: Seen, work: Work, drop: float) -> Outcome:
     """Return the outcome on samples that calibration has not used: each half's thresholds apply to the other half.
 
-    Args:
-        seen: the samples.
-        work: operations of the stages and heads.
-        drop: accuracy that may be lost, as a share.
+    `drop` is the accuracy that may be lost, as a share.
     """
     parts = [seen.part(torch.arange(start, len(seen.right), 2)) for start in (0, 1)]
-    results = []
+    shares, results = [], []
     for fitted, tested in (parts, parts[::-1]):
-        result = outcome(tested, work, calibrate(fitted, work, fitted.accuracy - drop))
-        results.append((len(tested.right) / len(seen.right), result))
-    leaving = [sum(share * result.leaving[i] for share, result in results) for i in range(len(seen.stages))]
-    return Outcome(
-        sum(share * result.accuracy for share, result in results),
-        sum(share * result.work for share, result in results),
-        tuple(leaving),
-    )
+        shares.append(len(tested.right) / len(seen.right))
+        results.append(outcome(tested, work, calibrate(fitted, work, fitted.accuracy - drop)))
+
+    def mean(*numbers: float) -> float:
+        return sum(share * number for share, number in zip(shares, numbers, strict=True))
+
+    leaving = tuple(map(mean, *(result.leaving for result in results)))
+    return Outcome(mean(*(r.accuracy for r in results)), mean(*(r.work for r in results)), leaving)

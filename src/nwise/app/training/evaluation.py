@@ -57,8 +57,8 @@ def evaluate(
     Args:
         pipe: a pipeline whose heads and last stage return logits ``[B, ..., classes]``, or their factors.
         data: the test set.
-        batch_size: samples per batch.
-        ensembles: whether to score the ensembles, too; default no.
+        batch_size: number of samples in a batch.
+        ensembles: whether to score the ensembles, too.
         on_batch: called after each batch with the number of batches done and of all batches.
 
     Raises:
@@ -83,7 +83,7 @@ def evaluate(
                         top = log_p if top is None else torch.logaddexp(top, log_p)
                         tops[count - 1] += _sums(top - math.log(count), answers[some])
     everywhere = pipe.processes.table({k: heads[k].cpu() for k in pipe.processes.here})
-    return Scores(tuple(map(_score, everywhere)), tuple(score for score in map(_score, tops) if score is not None))
+    return Scores(tuple(map(_score, everywhere)), tuple(filter(None, map(_score, tops))))
 
 
 def head_outputs(
@@ -104,7 +104,7 @@ def head_outputs(
 
 def slices(num_tokens: int, outputs: Sequence[Any]) -> Iterator[slice]:
     """Cut the samples or tokens so that the logits of outputs that are factors do not take too much memory; else not at all."""
-    sizes = [len(weight) for _, weight in (output for output in outputs if isinstance(output, tuple))]
+    sizes = [len(output[1]) for output in outputs if isinstance(output, tuple)]
     step = AT_ONCE // max(sizes) if sizes else num_tokens
     return (slice(start, start + step) for start in range(0, num_tokens, step))
 

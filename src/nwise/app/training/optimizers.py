@@ -1,20 +1,19 @@
-"""Optimizers and learning-rate schedules from a configuration."""
+"""Optimizers and learning rates from a configuration, and the other parts that start fresh with a phase of training."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from nwise.app.recipes import Adam, Sgd
+from nwise.app.recipes import Adam, Recipe, Sgd
 from nwise.checkpoint import add_momenta
 from nwise.pipeline import Pipeline
-from nwise.training import Fused, MuonWithAdam, extrapolate
-
-_PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
+from nwise.strategies import Strategy
+from nwise.training import Clip, Fused, MuonWithAdam, NonFiniteGuard, extrapolate, hidden_matrices
 
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
@@ -40,47 +39,36 @@ def make_optimizer(
     Args:
         config: the optimizer's configuration.
         parameters: the parameters, or groups of them with their own settings.
-        matrices: those that Muon trains, if the configuration has it (`nwise.training.late.hidden_matrices`); default: none.
+        matrices: those that Muon trains, if the configuration has it (`nwise.training.late.hidden_matrices`).
     """
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
     fused = not any(hasattr(p, "device_mesh") for group in kept for p in group["params"])  # no DTensor
-    lr, weight_decay = config.lr, config.weight_decay
+    lr, decay = config.lr, config.weight_decay
     optimizer: torch.optim.Optimizer
     if isinstance(config, Sgd):
-        optimizer = torch.optim.SGD(
-            kept,
-            lr=lr,
-            momentum=config.momentum,
-            weight_decay=weight_decay,
-            nesterov=config.nesterov,
-            fused=fused,
-        )
+        momentum, nesterov = config.momentum, config.nesterov
+        optimizer = torch.optim.SGD(kept, lr, momentum, weight_decay=decay, nesterov=nesterov, fused=fused)
         if config.momentum:
             # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
             add_momenta(optimizer)
     else:
         betas, eps = (config.beta1, config.beta2), config.eps
         if config.muon_lr:
-            optimizer = MuonWithAdam(kept, matrices, lr, config.muon_lr, betas, eps, weight_decay)
+            optimizer = MuonWithAdam(kept, matrices, lr, config.muon_lr, betas, eps, decay)
         elif config.nesterov:
-            optimizer = torch.optim.NAdam(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            optimizer = torch.optim.NAdam(kept, lr=lr, betas=betas, eps=eps, weight_decay=decay)
         else:
-            optimizer = torch.optim.Adam(kept, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+            optimizer = torch.optim.Adam(kept, lr=lr, betas=betas, eps=eps, weight_decay=decay, fused=fused)
     if config.extrapolate:
         extrapolate(optimizer)
     return optimizer
 
 
 def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
-    """Return the factor of the learning rate at a step.
-
-    Args:
-        config: the optimizer's configuration.
-        step: the step, counted from 0 within the phase.
-        num_steps: number of steps of the phase.
+    """Return the factor of the learning rate at a step of a phase, counted from 0.
 
     >>> rate_factor(Sgd(drops=(0.5, 0.75)), 60, 100), rate_factor(Adam(warmup_steps=100), 99, 1000)
     (0.1, 0.1)
@@ -93,77 +81,100 @@ def rate_factor(config: Sgd | Adam, step: int, num_steps: int) -> float:
 
 
 class LearningRate:
-    """The learning-rate schedule of one phase of training.
-
-    Args:
-        config: the optimizer's configuration.
-        optimizer: the optimizer whose rate is set.
-        num_steps: number of steps of the phase.
-        eval_every: epochs between two evaluations; default 1.
-    """
+    """The learning-rate schedule of one phase of training, with some number of steps and of epochs between evaluations."""
 
     def __init__(
         self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int, eval_every: float = 1
     ) -> None:
-        self._optimizer = optimizer
-        self._num_drops = 0
-        self._by_step = LambdaLR(optimizer, lambda step: rate_factor(config, step, num_steps))
+        self._config, self._optimizer, self._num_steps = config, optimizer, num_steps
+        self._initial = [group["lr"] for group in optimizer.param_groups]
         epochs = config.plateau_epochs if isinstance(config, Sgd) else None
-        self._by_loss = None
-        if epochs is not None:
-            # torch drops the rate after one bad evaluation more than its patience.
-            patience = max(1, round(epochs / eval_every)) - 1
-            self._by_loss = ReduceLROnPlateau(optimizer, factor=0.1, patience=patience, threshold=0.0)
+        self._patience = None if epochs is None else max(1, round(epochs / eval_every))  # evaluations
+        self._best, self._bad, self._drops = math.inf, 0, 0  # of the test loss on plateaus
+        self._set(0)
+
+    def _set(self, step: int) -> None:
+        self._step = step
+        factor = rate_factor(self._config, step, self._num_steps) * float(f"1e-{self._drops}")
+        for group, initial in zip(self._optimizer.param_groups, self._initial, strict=True):
+            group["lr"] = initial * factor
 
     def step(self) -> None:
         """Set the rate after an update."""
-        if self._by_loss is None:
-            self._by_step.step()
+        self._set(self._step + 1)
 
     def evaluated(self, loss: float) -> None:
         """Set the rate after an evaluation of the last head."""
-        if self._by_loss is not None:
-            best, bad = self._by_loss.best, self._by_loss.num_bad_epochs
-            self._by_loss.step(loss)
-            # Counted here, because a group's own rate may be too small to be lowered.
-            self._num_drops += self._by_loss.best == best and bad + 1 > self._by_loss.patience
+        self._best, self._bad = (loss, 0) if loss < self._best else (self._best, self._bad + 1)
+        if self._bad == self._patience:
+            self._drops, self._bad = self._drops + 1, 0
+            self._set(self._step)
 
     def state(self) -> dict[str, Any]:
         """Return the numbers that determine later rates."""
-        state: dict[str, Any] = {"drops": self._num_drops}
-        if self._by_loss is not None:
-            state.update({name: getattr(self._by_loss, name) for name in _PLATEAU})
-        return state
+        return {"drops": self._drops, "best": self._best, "num_bad_epochs": self._bad}
 
     def restore(self, state: dict[str, Any], steps: int) -> None:
-        """Resume from a result of `state`, even if the configured rate has changed.
-
-        Args:
-            state: the state of an earlier run's rate.
-            steps: steps of this phase that are done.
+        """Resume from a result of `state` after some steps of this phase, even if the configured rate has changed.
 
         Raises:
             ValueError: `state` lacks the number of drops.
         """
         drops = state.get("drops")
         if not isinstance(drops, int) or not 0 <= drops < 1000:
-            raise ValueError(f"The state of a rate should have its drops. Found {state}.")
-        groups = self._optimizer.param_groups
-        if self._by_loss is None:
-            self._by_step.last_epoch = steps
-            schedules = zip(groups, self._by_step.base_lrs, self._by_step.lr_lambdas, strict=True)
-            for group, base, factor in schedules:
-                group["lr"] = base * factor(steps)
-        elif set(_PLATEAU) <= set(state):
-            self._num_drops = drops
-            for group in groups:
-                for _ in range(drops):  # one after the other, bitwise as in the run
-                    lower = group["lr"] * self._by_loss.factor
-                    group["lr"] = lower if group["lr"] - lower > self._by_loss.eps else group["lr"]
-            for name in _PLATEAU:
-                setattr(self._by_loss, name, state[name])
+            found = f"Found {state}; resume from another checkpoint."
+            raise ValueError(f"The state of a rate should have its drops. {found}")
+        if self._patience is not None and {"best", "num_bad_epochs"} <= set(state):
+            self._best, self._bad, self._drops = state["best"], state["num_bad_epochs"], drops
+        self._set(steps)
 
     @property
     def value(self) -> float:
         """The present learning rate."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+class Phase:
+    """An optimizer, its learning rate, and the treatment of gradients before an update.
+
+    The pipeline is about to make one of the phase's steps; `report` receives the facts if a loss or gradient is not finite.
+    """
+
+    def __init__(
+        self, recipe: Recipe, pipe: Pipeline, number: int, steps: range, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._pipe = pipe
+        config = recipe.optimizer if number == 0 else recipe.then or recipe.optimizer
+        groups = parameter_groups(pipe, config.lr, recipe.stage_lr)
+        by_muon = isinstance(config, Adam) and config.muon_lr
+        self.optimizer = make_optimizer(config, groups, hidden_matrices(pipe) if by_muon else ())
+        self.rate = LearningRate(config, self.optimizer, len(steps), recipe.eval_every)
+        self.clip = None if recipe.clip is None else Clip(pipe, recipe.clip, recipe.clip_by)
+        self.guard = NonFiniteGuard(pipe, recipe.on_nan, report)
+
+    def update(self) -> list[int]:
+        """Update the parameters; return the stages of this process whose update is skipped."""
+        skipped = self.guard()
+        if self.clip is not None:
+            self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return skipped
+
+    def drain(self) -> None:
+        """Update the parameters by the gradients that are still due under a delay."""
+        while self._pipe.drain():
+            self.update()
+
+
+def check_phases(recipe: Recipe, pipe: Pipeline, rules: Sequence[Strategy]) -> list[set[int]]:
+    """Return the heads that each phase needs; ValueError if one cannot clip, or skip updates, as the recipe says."""
+    needed = []
+    for rule in reversed(rules):  # so the first one is in force in the end
+        if rule != pipe.strategy:
+            pipe.strategy = rule
+        if recipe.clip is not None:
+            Clip(pipe, recipe.clip, recipe.clip_by)
+        NonFiniteGuard(pipe, recipe.on_nan)
+        needed.append(pipe.needed_heads())
+    return needed[::-1]

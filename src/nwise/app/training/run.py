@@ -33,7 +33,7 @@ from torch import Tensor
 
 import nwise
 from nwise.app.data import Images, Tokens, steps_per_epoch
-from nwise.app.data.text import Bpe, Bytes, Tokenizer
+from nwise.app.data.text import Tokenizer, load_tokenizer
 from nwise.app.recipes import Recipe, from_json, in_force, to_json
 from nwise.app.records import append_text, json_line, read_lines, write_text
 from nwise.app.training.build import make_pipeline, pick_device
@@ -61,16 +61,15 @@ class Run:
     def find_restarted(cls, parent: Path, recipe: Recipe) -> Run | None:
         """Return the newest unfinished run with this configuration that earlier processes of this torchrun made."""
         wanted = {"launch": _launch(), "config": json.loads(json.dumps(to_json(recipe)))}
-        folders = []
+        found: list[tuple[int, Path]] = []
         for path in parent.glob("*/run.json"):
-            with suppress(OSError):  # deleted meanwhile
-                folders.append((path.stat().st_mtime_ns, path))
-        for _, path in sorted(folders, reverse=True):
-            with suppress(OSError, ValueError, AttributeError, RecursionError):  # another program's folder
-                state = cls(path.parent)._state()
-                if wanted == {name: state.get(name) for name in wanted} and state.get("status") != "done":
-                    return cls(path.parent)
-        return None
+            with suppress(
+                OSError, ValueError, AttributeError, RecursionError
+            ):  # deleted meanwhile, or of another program
+                run = cls(path.parent)
+                if run.status != "done" and wanted == {name: run.state.get(name) for name in wanted}:
+                    found.append((path.stat().st_mtime_ns, path.parent))
+        return cls(max(found)[1]) if found else None
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -88,22 +87,24 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The resolved configuration."""
+        file = self.folder / "run.json"
         try:
-            recipe = from_json(self._state()["config"])
+            recipe = from_json(self.state["config"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.folder / 'run.json'} should hold a run's configuration. Found: {error}") from error
+            raise ValueError(f"{file} should hold a run's configuration. Found: {error}; train again.") from error
         if not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"{self.folder / 'run.json'} should hold a Recipe under 'config'. Found {type(recipe).__name__}."
-            )
+            found = type(recipe).__name__
+            raise ValueError(f"{file} should hold a Recipe under 'config'. Found {found}; train again.")
         return recipe
 
     @property
     def status(self) -> str:
         """``"running"``, ``"done"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``."""
-        return str(self._state().get("status", "unknown"))
+        return str(self.state.get("status", "unknown"))
 
-    def _state(self) -> Any:
+    @property
+    def state(self) -> Any:
+        """The contents of ``run.json``."""
         return json.loads((self.folder / "run.json").read_text())
 
     def _write_state(self, state: dict[str, Any]) -> None:
@@ -111,11 +112,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, which keeps other processes from writing to it.
-
-        Raises:
-            ValueError: another process holds it.
-        """
+        """Hold the folder's lock, so that no other process writes to it; ValueError if another process holds it."""
         self._lock.acquire()
         try:
             yield
@@ -123,15 +120,7 @@ class Run:
             self._lock.release()
 
     def attempt(self, path: Path, write: Callable[[], None]) -> None:
-        """Write a file that training can do without.
-
-        Args:
-            path: the file's path.
-            write: a function that writes it.
-
-        Warns:
-            UserWarning: it cannot be written; once, until it can be.
-        """
+        """Call a function that writes a file which training can do without; warn, once until it succeeds, if it fails."""
         try:
             write()
         except OSError as error:
@@ -146,11 +135,11 @@ class Run:
         """Write the run's final status; see `status`."""
         if self._records:
             self.attempt(self._metrics, self._append)
-        self.attempt(self.folder / "run.json", lambda: self._write_state({**self._state(), "status": status}))
+        self.attempt(self.folder / "run.json", lambda: self._write_state({**self.state, "status": status}))
 
     def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
         """Record that the run is resumed, with a configuration that may differ."""
-        state = self._state()
+        state = self.state
         mortem = self.folder / "post-mortem.json"
         if mortem.exists():
             mortem.rename(self.folder / f"post-mortem-before-{len(state.get('resumed', [])) + 1}.json")
@@ -158,12 +147,7 @@ class Run:
         self._write_state({**state, "config": to_json(recipe), "status": "running", "resumed": history})
 
     def rewind(self, step: int, *, is_untested: bool = False) -> None:
-        """Remove the records after a step, and a last line that an interruption cut off.
-
-        Args:
-            step: the last step to keep.
-            is_untested: whether a test after it comes again; default: no.
-        """
+        """Remove the records after a step (also its test, if it comes again), and a last line that an interruption cut off."""
         kept = []
         for _, line, record in read_lines(self._metrics):
             with suppress(KeyError, TypeError):
@@ -186,11 +170,7 @@ class Run:
         self._records.clear()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all records.
-
-        Raises:
-            ValueError: a line is not a record.
-        """
+        """Return all records; ValueError if a line is not a record."""
         records = []
         for number, line, record in read_lines(self._metrics):
             if not isinstance(record, dict) or not {"kind", "step"} <= set(record):
@@ -203,12 +183,10 @@ class Run:
 
     def save_weights(self, weights: dict[str, Tensor], step: int) -> None:
         """Write the result of `gather_weights` after a step."""
-        path = self.weights_file
-        self.attempt(path, lambda: save_tensors(weights, path, {"step": str(step)}))
+        self.attempt(self.weights_file, lambda: save_tensors(weights, self.weights_file, {"step": str(step)}))
 
     @property
     def weights_file(self) -> Path:
-        """Path of the weights."""
         return self.folder / "weights.safetensors"
 
     @property
@@ -224,15 +202,15 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         """Read the weights that `save_weights` wrote."""
-        path = self.weights_file
-        if not path.exists():
+        file = self.weights_file
+        if not file.exists():
             raise FileNotFoundError(
-                f"{path} should hold the run's weights. Found none; did the run reach its first evaluation?"
+                f"{file} should hold the run's weights. Found none; did the run reach its first evaluation?"
             )
         try:
-            return load_file(path)
+            return load_file(file)
         except Exception as error:
-            raise ValueError(f"{path} should be a safetensors file. Found: {error}; train again.") from error
+            raise ValueError(f"{file} should be a safetensors file. Found: {error}; train again.") from error
 
     def load_weights(self, pipe: Pipeline, weights: dict[str, Tensor] | None = None) -> None:
         """Load the weights, or those that `weights` has returned, into a pipeline of the same configuration."""
@@ -243,14 +221,14 @@ class Run:
         try:
             pipe.heads.load_state_dict(under(weights, "heads."))
         except RuntimeError as error:
-            raise ValueError(f"{self.folder} should hold the weights of its heads. Found: {error}") from error
+            wanted = f"{self.folder} should hold the weights of its heads."
+            raise ValueError(f"{wanted} Found: {error}; train again.") from error
 
     def trained(self, device: str) -> tuple[Pipeline, Images | Tokens]:
         """Build the pipeline with the run's weights; return it and the test set, on a device."""
         config = dataclasses.replace(self.recipe, device=device)
-        place = pick_device(config)
+        place, weights = pick_device(config), self.weights()
         train_data, test_data = config.load(self.tokenizer())
-        weights = self.weights()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about training
             phases = config.phases(steps_per_epoch(len(train_data), config.batch_size))
@@ -265,14 +243,7 @@ class Run:
     def tokenizer(self) -> Tokenizer | None:
         """Read the tokenizer, if there is one."""
         path = self.folder / "tokenizer.json"
-        if not path.exists():
-            return None
-        try:
-            return Bytes() if json.loads(path.read_text()).get("type") == "bytes" else Bpe.load(path)
-        except ImportError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{path} should be a tokenizer that a run wrote. Found: {error}; train again.") from error
+        return load_tokenizer(path) if path.exists() else None
 
 
 def new_run(recipe: Recipe, parent: Path) -> Run:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nwise.app.training.phase import Phase
+from nwise.app.training.optimizers import Phase
 from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
@@ -71,10 +71,11 @@ class Saver:
             self._pipe.steps = info.facts["step"]
         return info
 
-    def restore(self, info: CheckpointInfo, done: int) -> str:
+    def restore(self, info: CheckpointInfo, done: int, before: str | None, now: str) -> str:
         """Load a checkpoint and return the differences from the saved state, in one line.
 
-        If no steps of the phase are done, its optimizer and learning rate start fresh.
+        If no steps of the phase are done, its optimizer and learning rate start fresh. The checkpoint knows the strategy of its
+        step; the differences have those of all steps, `before` and `now`.
         """
         phase = self.phase if done else None
         self._checkpoints.optimizer = None if phase is None else phase.optimizer
@@ -82,7 +83,8 @@ class Saver:
         if phase is not None:
             phase.rate.restore(info.facts["rate"], done)
         self._written = -1 if info.facts.get("untested") else self._pipe.steps
-        return resumed.changes
+        others = [part for part in resumed.parts if not part.startswith("strategy ")]
+        return "; ".join([f"strategy {before} -> {now}"] * (before != now) + others)
 
     @property
     def is_late(self) -> bool:
@@ -108,7 +110,9 @@ class Saver:
         self._saved = time.monotonic()
         try:
             if self._written != self._pipe.steps:
-                self._write(self.phase)
+                self.phase.guard.check_parameters()
+                self._checkpoints.optimizer, rate = self.phase.optimizer, self.phase.rate.state()
+                self._checkpoints.save(loss=self._loss, best=self._best, rate=rate, **self._facts())
                 self._written = self._pipe.steps
             if wait:
                 self._checkpoints.wait()
@@ -119,14 +123,3 @@ class Saver:
                 warnings.warn(f"{error}. Training continues; the previous checkpoint stays.", stacklevel=2)
         else:
             self.unwritten = ""
-
-    def _write(self, phase: Phase) -> None:
-        phase.guard.check_parameters()
-        self._checkpoints.optimizer = phase.optimizer
-        self._checkpoints.save(loss=self._loss, best=self._best, rate=phase.rate.state(), **self._facts())
-
-
-def with_strategy(changes: str, before: str | None, now: str) -> str:
-    """Put the strategies of all steps into the differences from a checkpoint, which knows that of its step."""
-    others = [part for part in changes.split("; ") if part and not part.startswith("strategy ")]
-    return "; ".join([f"strategy {before} -> {now}"] * (before != now) + others)

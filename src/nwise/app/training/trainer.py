@@ -14,16 +14,14 @@ from torch import Tensor
 
 from nwise.app.data import Images, Tokens, batch_indices, batches, steps_per_epoch
 from nwise.app.recipes import Recipe, in_force, spans, to_json
-from nwise.app.records import write_text
 from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Scores, evaluate
-from nwise.app.training.log import StepLog
-from nwise.app.training.phase import Phase, check_phases
+from nwise.app.training.log import StepLog, TimelineRecorder
+from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
-from nwise.app.training.saver import CheckpointPolicy, Saver, with_strategy
-from nwise.app.training.timeline import TimelineRecorder
+from nwise.app.training.saver import CheckpointPolicy, Saver
 from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
@@ -58,6 +56,7 @@ class Trainer:
         self.num_steps = max(1, round(recipe.epochs * self.steps_per_epoch))
         if recipe.max_steps is not None:
             self.num_steps = min(self.num_steps, recipe.max_steps)
+        self.steps_per_test = max(1, round(recipe.eval_every * self.steps_per_epoch))
         self._phases = recipe.phases(self.steps_per_epoch)
         self.pipe = make_pipeline(recipe, self.train_data, self._phases[0][1]).to(self.device)
         check_parts(recipe.batch_size, recipe.microbatches, self.pipe.processes.num_replicas)
@@ -90,7 +89,7 @@ class Trainer:
         resume: bool = False,
         allow_restart: bool = False,
     ) -> Scores:
-        """Run all steps of the recipe, with its records and checkpoints.
+        """Run all steps of the recipe, with its records and checkpoints; return the scores after the last step.
 
         An interruption (Ctrl-C) saves the weights before it is raised. A file that cannot be written does not end training;
         see `unwritten`.
@@ -101,9 +100,6 @@ class Trainer:
             policy: when to write checkpoints into the run's folder; None for never.
             resume: resume from the newest checkpoint of the run.
             allow_restart: start over if there is no checkpoint, e.g. when the run crashed before its first one.
-
-        Returns:
-            The scores after the last step.
 
         Raises:
             ValueError: another process writes to the run's folder, or there is no checkpoint to resume from.
@@ -120,7 +116,8 @@ class Trainer:
                 if run is not None and isinstance(self.train_data, Tokens):
                     run.save_tokenizer(self.train_data.tokenizer)
                 scores = self._all_phases(checkpoint)
-                self._write_timeline()
+                if self._timeline is not None:
+                    self._timeline.save(run)
                 status = "done"
             except KeyboardInterrupt:
                 status = "interrupted"
@@ -145,33 +142,24 @@ class Trainer:
         self._agreement.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
-        """Record a timeline of every process once the pipeline is full.
-
-        Args:
-            steps: number of steps to record; 0 for none.
-
-        Raises:
-            ValueError: there is one process, or the run has too few steps.
-        """
-        if not steps:
-            return
+        """Record some steps of every process once the pipeline is full; ValueError in one process, or if there are too few."""
         first = self.pipe.num_stages
-        if self.pipe.processes.size == 1:
+        if steps and self.pipe.processes.size == 1:
             raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
-        if not 2 <= steps <= self.num_steps - first:
+        if steps and not 2 <= steps <= self.num_steps - first:
             raise ValueError(
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
                 f"Found {steps}."
             )
-        self._timeline = TimelineRecorder(self.pipe, in_force(self._phases, first).name, first, first + steps)
+        if steps:
+            self._timeline = TimelineRecorder(self.pipe, in_force(self._phases, first).name, first, first + steps)
 
     @property
     def unwritten(self) -> dict[str, str]:
         """The files that could not be written, e.g. on a full disk, with the reasons; by path."""
         files = {} if self.run is None else {str(path): why for path, why in self.run.unwritten.items()}
-        if self._saver is not None and self._saver.unwritten:
-            files[f"{self._folder}/checkpoints"] = self._saver.unwritten
-        return files
+        why = "" if self._saver is None else self._saver.unwritten
+        return files | ({f"{self._folder}/checkpoints": why} if why else {})
 
     def _open(self, policy: CheckpointPolicy | None, resume: bool, allow_restart: bool) -> CheckpointInfo | None:
         """Agree on the folder with all processes; return the checkpoint to resume from."""
@@ -186,25 +174,18 @@ class Trainer:
             return None
         assert self._saver is not None
         checkpoint = self._saver.newest()
-        if checkpoint is None and not allow_restart:
-            raise ValueError(f"{self._folder} should hold a checkpoint to resume from. Found none; train again.")
-        if checkpoint is not None and self.pipe.steps > self.num_steps:
+        if checkpoint is None:
+            if not allow_restart:
+                raise ValueError(f"{self._folder} should hold a checkpoint to resume from. Found none; train again.")
+            return None
+        if self.pipe.steps > self.num_steps:
             raise ValueError(
                 f"`epochs` and `max_steps` should give more than the {self.pipe.steps} steps that were done. Found "
                 f"{self.num_steps}."
             )
-        if checkpoint is not None:
-            self._began -= checkpoint.facts["seconds"]
-            self._resumed_at = self.pipe.steps, checkpoint.facts.get("samples", self._samples(self.pipe.steps))
+        self._began -= checkpoint.facts["seconds"]
+        self._resumed_at = self.pipe.steps, checkpoint.facts.get("samples", self._samples(self.pipe.steps))
         return checkpoint
-
-    def _write_timeline(self) -> None:
-        if self._timeline is None:
-            return
-        recorded = self._timeline.collect()
-        if self.run is not None:
-            path = self.run.folder / "timeline.json"
-            self.run.attempt(path, lambda: write_text(path, json.dumps(recorded) + "\n"))
 
     def _all_phases(self, checkpoint: CheckpointInfo | None) -> Scores:
         if checkpoint is None:
@@ -305,26 +286,20 @@ class Trainer:
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run for a checkpoint, after writing the records up to it."""
         self._write_log(wait=True)
-        return {
-            "seconds": self._seconds,
-            "samples": self._samples(self.pipe.steps),
-            "config": to_json(self.recipe),
-            "versions": versions(),
-            "untested": self._is_untested,
-            "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None},
-        }
+        states = {type(c).__name__: state for c in self.callbacks if (state := c.state()) is not None}
+        facts = {"seconds": self._seconds, "samples": self._samples(self.pipe.steps), "config": to_json(self.recipe)}
+        return {**facts, "versions": versions(), "untested": self._is_untested, "callbacks": states}
 
     def _restore(self, checkpoint: CheckpointInfo, done: int) -> bool:
         """Load a checkpoint; return whether its state has to be tested, because a stop broke off the test."""
         assert self._saver is not None
-        before = checkpoint.facts["config"].get("strategy")
-        changes = with_strategy(self._saver.restore(checkpoint, done), before, self.recipe.strategy)
-        is_untested = bool(checkpoint.facts.get("untested"))
+        facts = checkpoint.facts
+        changes = self._saver.restore(checkpoint, done, facts["config"].get("strategy"), self.recipe.strategy)
+        is_untested = bool(facts.get("untested"))
         self._ready(self.pipe.steps, changes, is_untested=is_untested)
-        states = checkpoint.facts.get("callbacks", {})
         for callback in self.callbacks:
-            if type(callback).__name__ in states:
-                callback.restore(states[type(callback).__name__])
+            if (state := facts.get("callbacks", {}).get(type(callback).__name__)) is not None:
+                callback.restore(state)
         self._notify("resumed", self.pipe.steps, changes)
         return is_untested
 
@@ -337,12 +312,10 @@ class Trainer:
 
     def _post_mortem(self, facts: dict[str, Any]) -> None:
         """Write the facts to ``post-mortem.json``, unless another process was first or the disk is full."""
-        if self._folder is None:
-            return
-        samples = self._indices(facts["step"]).tolist()
-        text = json.dumps({**facts, "lr": self._phase.rate.value, "samples": samples}, indent=2)
-        with suppress(OSError), (Path(self._folder) / "post-mortem.json").open("x") as file:
-            file.write(text + "\n")
+        if self._folder is not None:
+            facts = {**facts, "lr": self._phase.rate.value, "samples": self._indices(facts["step"]).tolist()}
+            with suppress(OSError), (Path(self._folder) / "post-mortem.json").open("x") as file:
+                file.write(json.dumps(facts, indent=2) + "\n")
 
     def _write_log(self, *, wait: bool = False) -> None:
         for step, values in self._log.take(wait=wait):
@@ -355,8 +328,7 @@ class Trainer:
         return step % self.recipe.log_every == 0 or step == self.num_steps
 
     def _is_due(self, step: int) -> bool:
-        every = max(1, round(self.recipe.eval_every * self.steps_per_epoch))
-        return step % every == 0 or step == self.num_steps
+        return step % self.steps_per_test == 0 or step == self.num_steps
 
     def _evaluate(self, step: int, *, can_stop: bool = True) -> Scores:
         self._write_log(wait=True)
@@ -369,8 +341,7 @@ class Trainer:
             if self._saver is not None and self._saver.phase is not None:
                 self._saver.save(wait=True)
             raise
-        loss = [None if score is None else score.loss for score in scores.heads]
-        accuracy = [None if score is None else score.accuracy for score in scores.heads]
+        loss, accuracy = ([score and getattr(score, n) for score in scores.heads] for n in ("loss", "accuracy"))
         self._record("test", step, loss=loss, accuracy=accuracy)
         if self.run is not None or self.pipe.processes.size > 1:
             weights = gather_weights(self.pipe)

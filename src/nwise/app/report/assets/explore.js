@@ -1,12 +1,10 @@
 // The schedule explorer: every choice looks up a schedule that nwise has timed; this script computes no schedules.
 "use strict";
-const { dimensions, initial, entries, kinds, baselines, local, compared } = JSON.parse(document.getElementById("schedules").textContent);
+const { dimensions, initial, entries, baselines, local, compared } = data;
 const names = Object.keys(dimensions);
 const chosen = Object.fromEntries(names.map(name => [name, initial[name] ?? 0]));
-const narrow = () => window.innerWidth < 640;
 const key = choice => names.map(name => choice[name]).join(",");
 const at = change => entries[key({ ...chosen, ...change })];
-const show = number => Number(number.toPrecision(4)).toString();
 const isBaseline = method => baselines.includes(dimensions.method[method]);
 const methods = () => dimensions.method.map((_, i) => i).filter(i => at({ method: i }));
 
@@ -32,38 +30,12 @@ function draw() {
   document.getElementById("held").textContent = `${entry.in_flight.join(", ")} micro-batches on ${entry.rows[0]} to ${entry.rows.at(-1)}`;
   document.getElementById("busy").textContent = `${entry.utilisation.map(share => Math.round(100 * share)).join(", ")} %`;
   document.getElementById("order").textContent = entry.order;
-  grid(entry);
+  gantt("grid", entry, "time, in the unit of the costs");
 }
 
 function absence() {
   const A = dimensions.stages[chosen.stages];
   return `With ${A} stages ${dimensions.method[chosen.method]} is end-to-end training: N is not smaller than A.`;
-}
-
-function grid(entry) {
-  const rows = entry.rows;
-  const data = Object.entries(kinds).map(([kind, { name, colour }]) => {
-    const mine = entry.events.filter(event => event[0] === kind);
-    return {
-      type: "bar", orientation: "h", name: `${kind}  ${name}`, visible: mine.length ? true : "legendonly",
-      y: mine.map(event => event[1]), base: mine.map(event => event[5]), x: mine.map(event => event[6]),
-      marker: { color: colour, line: { color: "white", width: 1 },
-        pattern: { shape: mine.map(event => (event[4] % 2 ? "/" : "")), size: 6, solidity: 0.25, fillmode: "overlay", fgcolor: "white" } },
-      text: mine.map(event => `${event[2]}` + (event[3] === null ? "" : `<sub>${event[3]}</sub>`)),
-      textposition: "inside", insidetextanchor: "middle", textangle: 0, hoverinfo: "text",
-      hovertext: mine.map(event => `<b>${kind}</b> ${name}<br>${rows[event[1]]}, micro-batch ${event[2]}, mini-batch ${event[4]}` +
-        (event[3] === null ? "" : `<br>gradient of loss ${event[3]}`) + `<br>${show(event[5])} to ${show(event[5] + event[6])}`),
-    };
-  }).filter(trace => trace.y.length);
-  const layout = {
-    barmode: "overlay", bargap: 0.12, height: (narrow() ? 250 : 190) + 36 * rows.length,
-    margin: { t: narrow() ? 10 : 30, l: 66, r: 10, b: narrow() ? 160 : 95 },
-    template: { layout: { font: { family: "system-ui, sans-serif" } } }, plot_bgcolor: "white",
-    xaxis: { title: { text: "time, in the unit of the costs", standoff: 6 }, rangemode: "tozero", gridcolor: "#e5e5e5" },
-    yaxis: { range: [rows.length - 0.5, -0.5], tickvals: rows.map((_, i) => i), ticktext: rows, fixedrange: true },
-    legend: { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", x: 0 }, hoverlabel: { align: "left" },
-  };
-  Plotly.react("grid", data, layout, { displaylogo: false, displayModeBar: !narrow(), responsive: true });
 }
 
 function cell(row, text, kind = "td") {

@@ -1,8 +1,6 @@
 // Charts of `nwise report`, drawn from the numbers in the page; the radio buttons choose the horizontal axis.
 "use strict";
-const charts = JSON.parse(document.getElementById("charts").textContent);
-const narrow = () => window.innerWidth < 640;
-const options = { displaylogo: false, displayModeBar: !narrow(), responsive: true };
+const charts = data.charts;
 
 function fitted(layout) {
   const copy = JSON.parse(JSON.stringify(layout));
@@ -21,7 +19,8 @@ function against(axis) {
 }
 
 for (const [name, chart] of Object.entries(charts)) {
-  if (!chart.axes) Plotly.newPlot(name, chart.data, fitted(chart.layout), options);
+  if (chart.bars) gantt(name, chart, chart.title);
+  else if (!chart.axes) Plotly.newPlot(name, chart.data, fitted(chart.layout), options);
 }
 for (const button of document.querySelectorAll("input[name=axis]")) {
   button.addEventListener("change", () => against(button.value));

@@ -1,11 +1,11 @@
-"""The paper's small convolutional network (experiment E1)."""
+"""Plain networks, one layer a stage: a perceptron, and the paper's small convolutional network (experiment E1)."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from nwise import heads
-from nwise.app.models.staged import StagedModel, build
+from nwise.app.models.staged import StagedModel, build, name_blocks
 from nwise.checks import check_at_least
 
 
@@ -21,18 +21,7 @@ def convnet(
     """Build a network with one 3x3 convolution, batch norm and ReLU per stage.
 
     The last two stages have twice as many filters and a 2x2 max pool of stride 1; the last one ends in a linear layer. Every
-    head is one linear layer.
-
-    Args:
-        num_stages: number of stages, at least 1 (the paper: 3 to 10).
-        num_classes: number of outputs.
-        in_channels: channels of the images ``[B, in_channels, image_size, image_size]``.
-        image_size: height and width of the images.
-        filters: filters of the first stages; the paper has 32, small trials fewer.
-        seed: seed of the initial values.
-
-    Returns:
-        A model with ``.stages`` and ``.heads``.
+    head is one linear layer. Images are ``[B, in_channels, image_size, image_size]``; the paper has 3 to 10 stages.
 
     >>> [sum(p.numel() for p in stage.parameters()) for stage in convnet(3, image_size=8).stages]
     [960, 18624, 60106]
@@ -54,3 +43,20 @@ def convnet(
         shapes[f"blocks.{k}"] = (channels, size, size)
     pieces = {**blocks, "output": heads.linear((channels, size, size), num_classes)}
     return build(pieces, list(blocks)[1:], lambda piece: heads.linear(shapes[piece], num_classes), seed)
+
+
+def mlp(
+    num_stages: int = 4, in_features: int = 64, width: int = 128, num_classes: int = 10, *, seed: int = 0
+) -> StagedModel:
+    """Build a perceptron with one linear layer and ReLU per stage; the last stage and each head have an output layer.
+
+    >>> len(mlp(3).stages), len(mlp(3).heads)
+    (3, 2)
+    """
+    check_at_least(1, num_stages=num_stages, in_features=in_features, width=width, num_classes=num_classes)
+    sizes = [in_features, *[width] * (num_stages - 1)]
+    blocks = name_blocks(
+        nn.Sequential(*([] if k else [nn.Flatten()]), nn.Linear(size, width), nn.ReLU()) for k, size in enumerate(sizes)
+    )
+    pieces = {**blocks, "output": nn.Linear(width, num_classes)}
+    return build(pieces, list(blocks)[1:], lambda piece: heads.linear([width], num_classes), seed)
