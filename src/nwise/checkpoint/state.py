@@ -26,7 +26,7 @@ from nwise._dtensor import is_dtensor
 from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
-from nwise.checkpoint.weights import local_weights, loss_buffers, main_state, plain_state, under
+from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, main_state, plain_state, under
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
@@ -78,6 +78,18 @@ def present_state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tu
         if not isinstance(tensor, Tensor) or tensor.dtype == torch.complex128:  # which safetensors lacks
             found = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
             raise TypeError(f"The state of a module should consist of tensors to be saved. Found {name!r}, {found}.")
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"The state of a module should consist of dense tensors to be saved. Found {name!r}, {tensor.layout}; keep its "
+                "indices and values as two buffers, or register it with `persistent=False`."
+            )
+    # A checkpoint is loaded into the memory that a state dict shows.
+    if copies := made_anew(pipe, tensors):
+        raise TypeError(
+            "The state of a module should be its parameters and buffers, into which a checkpoint is loaded. Found "
+            f"{copies[0]!r}, which the module's state dict makes anew, by a hook, `_save_to_state_dict` or `get_extra_state`; "
+            "keep it as a buffer, or save the pipeline's `state_dict` instead."
+        )
     if optimizer is None:
         return tensors, {}
     states, plain = collect_state(optimizer, parameter_names(pipe), pipe.processes.here[0])

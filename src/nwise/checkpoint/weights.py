@@ -57,6 +57,18 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
     return found
 
 
+def made_anew(pipe: Pipeline, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in a state whose tensors are no memory of a parameter or buffer of this process."""
+    losses = [module for k in pipe.processes.here for module in _modules_of(pipe.loss_fns[k]).values()]
+    own = {_memory(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers())}
+    return [name for name, tensor in state.items() if _memory(tensor) not in {None, *own} and tensor.numel()]
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return where the memory of a tensor begins; None if its class may have several parts."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
+
+
 def _modules_of(loss: Any) -> dict[str, nn.Module]:
     """Return the module that a loss is, or those that its partial, method, wrapper, function or object has under a name."""
     while not isinstance(loss, nn.Module):

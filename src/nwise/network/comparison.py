@@ -1,15 +1,16 @@
-"""Comparison of stages with the network that they were cut from, on an example."""
+"""Comparison of stages with the network that they were cut from, on an example: outputs, and gradients of parameters."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nwise.modes import evaluating, training
 from nwise.randomness import seeded
@@ -21,19 +22,26 @@ def refuse_difference(
 ) -> None:
     """Raise ValueError unless stages compute what the model does, in eval mode and, with one seed, in training mode.
 
+    In training mode their parameters also get the model's gradients: a `detach` between two pieces shows nowhere else.
+
     `rule` is the first sentence of an error, and `run` calls the model with the example.
     """
 
-    def output(chain: Sequence[nn.Module], run: Callable[[nn.Module, Tensors], Any], what: str) -> Tensors:
+    shared = {p for stage in stages for p in stage.parameters() if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p in shared}
+
+    def output(
+        chain: Sequence[nn.Module], run: Callable[[nn.Module, Tensors], Any], what: str
+    ) -> tuple[Tensors, list[Tensor]]:
         hidden = each(example, torch.clone)
         with _repeatable(model, example):
             for module in chain:
                 hidden = as_tuple(run(module, hidden), what)
-        return hidden
+            return hidden, _gradients(hidden, [*named.values()])
 
     for mode, where in ((evaluating, ""), (training, " in training mode")):
         expected = None
-        with mode(model, *stages):
+        with mode(model, *stages), torch.set_grad_enabled(mode is training):
             try:
                 expected = output([model], run, "The output of `model`")
                 found = output(stages, call, "The output of a stage")
@@ -46,10 +54,32 @@ def refuse_difference(
                 reason = str(error).rstrip(".")
                 raise ValueError(f"{rule} Found that they cannot{where}: {reason}.{advice}") from error
         try:
-            torch.testing.assert_close(found, expected, equal_nan=True)  # up to the rounding of their dtype
+            torch.testing.assert_close(found[0], expected[0], equal_nan=True)  # up to the rounding of their dtype
         except AssertionError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{rule} Found another output for `example`{where}: {reason}") from error
+        if other := _other(named, found[1], expected[1]):
+            raise ValueError(
+                f"{rule} Found another gradient of {other!r} for `example`: the model detaches, scales or hooks a value between "
+                "two modules; do so in a module, and name it in `at`."
+            )
+
+
+def _gradients(outputs: Tensors, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of a sum of outputs, with weights that no symmetry cancels; zeros where there are none."""
+    roots = [y for y in outputs if y.requires_grad]
+    weights = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in roots]
+    none: list[Tensor | None] = [None] * len(parameters)
+    found = torch.autograd.grad(roots, parameters, weights, allow_unused=True) if roots and parameters else none
+    return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
+
+
+def _other(named: Mapping[str, Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Return the name of a parameter whose gradients differ by more than rounding; nothing if all agree."""
+    eps = max((torch.finfo(p.dtype).eps for p in named.values()), default=0.0)
+    bound = eps**0.5 * math.hypot(*(float(g.norm()) for g in expected))
+    pairs = zip(named, found, expected, strict=True)
+    return next((name for name, a, b in pairs if float((a - b).norm()) > bound), "")
 
 
 @contextmanager
