@@ -110,14 +110,15 @@ class Search:
 
     @cached_property
     def least(self) -> float:
-        """A lower bound on the time of a step with any cut; sharp for a single cut under a delay, whose orders take long."""
+        """A lower bound on the time of a step with any cut, sharp if there is only one."""
         first = self.assignments[0]
-        flows = self._flows_for(self._trainable(first[0]))
+        single = len(self.assignments) == 1 and len(self._pieces) == self._num_stages == len(self._devices)
+        return self._sharp_bound(*first) if single else self.bound(*first)
+
+    def _sharp_bound(self, starts: Sequence[int], placement: Placement) -> float:
+        flows = self._flows_for(self._trainable(starts))
         ages = strategy_ages(self._strategy, flows).weights
-        several = len(self.assignments) > 1 or not len(self._pieces) == self._num_stages == len(self._devices)
-        if several or not any(ages):
-            return self.bound(*first)
-        return lower_bound(flows, self.costs(*first), first[1], ages) / len(flows)
+        return lower_bound(flows, self.costs(starts, placement), placement, ages, pairs=False) / len(flows)
 
     def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages on their devices."""

@@ -11,9 +11,9 @@ from nwise.checks import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, Flows, strategy_ages
-from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
+from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import counted
+from nwise.schedule.graph import TaskGraph, counted
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Actions, make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
@@ -27,6 +27,7 @@ from nwise.strategies import strategy as parse
 _Candidate = tuple[str, Callable[..., list[Actions]], int | None]
 # Times between the calls of a delayed list schedule, as multiples of the lower bound on the period.
 _PACES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.075, 1.1, 1.15, 1.2, 0.0)
+_MARGIN = 1.01  # by which a list may be faster than the pace at which it was made
 
 
 class DoesNotFit(ValueError):
@@ -133,17 +134,22 @@ def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, 
         DoesNotFit: no order that it tries fits the memory.
     """
     check_memory(memory, 1 + max(placement))
-    if any(ages.weights):
-        bound = lower_bound(flows, costs, placement, ages.weights) / len(flows)
-    else:
-        bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
-    schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
+    bound = lower_bound(flows, costs, placement, ages.weights, pairs=False) / len(flows)
+    found: list[Timed] = []
+    schedules = _candidates(flows, costs, placement, ages, bound, found, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
-    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=bound * (1 + CLOSE))
+    enough = bound * (1 + 2 * CLOSE)
+    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=enough, found=found)
 
 
 def fastest(
-    schedules: Iterable[Schedule], costs: Costs, what: str, *, memory: Limit = None, enough: float = 0.0
+    schedules: Iterable[Schedule],
+    costs: Costs,
+    what: str,
+    *,
+    memory: Limit = None,
+    enough: float = 0.0,
+    found: list[Timed] | None = None,
 ) -> Timed:
     """Return the best of the schedules that fit the memory.
 
@@ -153,40 +159,49 @@ def fastest(
         what: name of the schedule with the least memory, for the error.
         memory: limit in bytes, one for all ranks or one for each; default: none.
         enough: period at which the search ends; default: it tries all.
+        found: list to which it adds the schedules that were the fastest so far, for whatever makes the next ones.
 
     Raises:
         DoesNotFit: none fits.
     """
-    options: list[Timed] = []
-    least = (float("inf"), 0.0, 0.0)
+    found, least, limit = [] if found is None else found, (float("inf"), 0.0, 0.0), float("inf")
     for schedule in schedules:
         if memory is not None and (needed := excess(peak_bytes(schedule, costs), memory))[0] > 1:
             least = min(least, needed)
             continue
         try:
-            options.append(timed(schedule, costs))
+            option = timed(schedule, costs, limit)
         except Deadlock:  # a delay puts the lists of several turns together, which not every order allows
             continue
-        if options[-1].period <= enough:
+        if option.period <= limit:
+            found.append(option)
+            limit = min(limit, option.period * (1 + CLOSE))
+        if limit <= enough:
             break
-    if not options:
+    if not found:
         raise DoesNotFit(what, *least[1:])
     # The rest of the sort key (`Timed.rank`) takes longer to compute, so only the fastest schedules compute it.
-    shortest = min(rounded(option.period) for option in options)
-    return min((option for option in options if rounded(option.period) == shortest), key=lambda option: option.rank)
+    shortest = min(rounded(option.period) for option in found)
+    return min((option for option in found if rounded(option.period) == shortest), key=lambda option: option.rank)
 
 
 def _candidates(
-    flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, *, small: bool
+    flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, found: list[Timed], *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
     late, size = any(ages.weights), len(flows[0])
+    graphs: dict[bool, TaskGraph] = {}
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
         for fuse in (True, False):
             with suppress(Deadlock):
-                yield make_schedule(name, flows, partial(rule, fuse=fuse), placement, ages, costs=costs, cap=cap)
+                rule_of = partial(rule, fuse=fuse)
+                made = make_schedule(
+                    name, flows, rule_of, placement, ages, costs=costs, cap=cap, graph=graphs.get(fuse)
+                )
+                graphs.setdefault(fuse, made.graph)
+                yield made
 
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
@@ -201,7 +216,8 @@ def _candidates(
         yield from in_order(*candidate)
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
     for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        if (pace, cap) not in lean:
+        # A list made at a pace runs about as fast as that, so a slower pace than the best period so far leads to nothing.
+        if (pace, cap) not in lean and pace * bound <= _MARGIN * min((one.period for one in found), default=float("inf")):
             yield from at_pace(pace, cap)
 
 

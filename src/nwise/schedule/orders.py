@@ -49,6 +49,7 @@ def make_schedule(
     *,
     costs: Costs = TYPICAL,
     cap: int | None = None,
+    graph: TaskGraph | None = None,
 ) -> Schedule:
     """Return the schedule of a cycle of calls, with the updates after each.
 
@@ -61,12 +62,13 @@ def make_schedule(
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
             scheduling may reorder the lists; default: None, the order of the rule.
+        graph: the task graph, if another schedule of the same computations has it; default: it is made.
 
     Raises:
         Deadlock: lists of several stages of one rank wait for each other, or `cap` is too small.
     """
     ages = ages or message_ages(flows)
-    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages)
+    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages, graph)
     placement = graph.placement
     num_ranks = 1 + max(placement)
     if len(lists[0]) == num_ranks and cap is None:
@@ -111,11 +113,15 @@ def paced(
 
 
 def _numbered(
-    by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], placement: Placement, ages: Ages
+    by_turn: Sequence[Sequence[Actions]],
+    flows: Sequence[Flows],
+    placement: Placement,
+    ages: Ages,
+    graph: TaskGraph | None = None,
 ) -> tuple[TaskGraph, list[list[list[int]]]]:
     """Return the task graph of lists, and the numbers of the tasks in every list of every call."""
     calls = _calls(by_turn, flows, ages)
-    graph = task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
+    graph = graph or task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
     return graph, [[graph.numbers(actions) for actions in call] for call in calls]
 
 
