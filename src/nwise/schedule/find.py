@@ -217,7 +217,9 @@ def _candidates(
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
     for pace, cap in product(_PACES, [*caps, size]) if late else ():
         # A list made at a pace runs about as fast as that, so a slower pace than the best period so far leads to nothing.
-        if (pace, cap) not in lean and pace * bound <= _MARGIN * min((one.period for one in found), default=float("inf")):
+        if (pace, cap) not in lean and pace * bound <= _MARGIN * min(
+            (one.period for one in found), default=float("inf")
+        ):
             yield from at_pace(pace, cap)
 
 
