@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,11 +67,12 @@ def resource_bound(flows: Flows, costs: Costs, placement: Placement) -> float:
     return max(ranks_and_links.values())
 
 
+@lru_cache(maxsize=256)  # end-to-end pipelines share their bound
 def lower_bound(
     flows: Flows,
     costs: Costs,
     placement: Placement,
-    ages: Sequence[int],
+    ages: tuple[int, ...],
     enough: float = math.inf,
     *,
     pairs: bool = True,
@@ -99,7 +101,9 @@ def lower_bound(
     effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
     # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
     calls = [1 + max(age for age, rank in zip(ages, placement, strict=True) if rank == r) for r in range(num_ranks)]
-    # The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
+    # From the start of rank a's list to its end takes at least least[a, a], and its next list starts after that: a cycle, whose
+    # mean no order can beat. A cycle through several ranks, a -> b -> a, is longer only where messages of one rank's path return
+    # over another rank. The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
     for several in (False, True)[: 1 + pairs]:
         if known >= enough * (1 - CLOSE) or effort * num_ranks**several > _MOST_EFFORT:
             break

@@ -175,7 +175,7 @@ def fastest(
             continue
         if option.period <= limit:
             found.append(option)
-            limit = min(limit, option.period * (1 + CLOSE))
+            limit = min(limit, option.period * (1 + CLOSE))  # a schedule that is slower need not be timed to the end
         if limit <= enough:
             break
     if not found:
@@ -207,6 +207,12 @@ def _candidates(
         with suppress(Deadlock):
             yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound) if ages.stash else ()
 
+    # Under a delay a message may run in any of several calls. Lists made at a pace choose the call, those of a rule do not:
+    #
+    #     first                the leanest list of a rule
+    #     lean, at two paces   one micro-batch in flight: the least memory
+    #     other rules          more in flight
+    #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
     lean = [(1.0, 1), (0.0, 1)] if late and size > 1 else []

@@ -168,6 +168,11 @@ _Pattern = tuple[Kind, int, int | None, list[int]]
 
 def _block(flow: Flow, fused: Container[int]) -> list[_Pattern]:
     """Return the computations of a micro-batch, each after those that it needs, with a B on the stages `fused`."""
+    # Forwards go up the stages, passes come down. So each task comes after those that it needs, whatever the credit:
+    #
+    #     stage 2              F2 H2 B2
+    #     stage 1        F1 H1          I1 W1
+    #     stage 0     F0                      W0
     block: list[_Pattern] = []
     made: dict[tuple[str | int, int], int] = {}  # place of what is made: "F", "H" or a message, and the stage
 

@@ -41,6 +41,7 @@ def period(clock: Clock, limit: float = math.inf) -> float:
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
+    # `longest` is the mean of a cycle that exists, so it never exceeds the period. It rises from cycle to cycle until the proof.
     while longest <= limit:
         batch = clock.run(_ends(clock, potential, oldest))
         # A token of two calls was one of one call before.
