@@ -27,7 +27,6 @@ from nwise.strategies import strategy as parse
 _Candidate = tuple[str, Callable[..., list[Actions]], int | None]
 # Times between the calls of a delayed list schedule, as multiples of the lower bound on the period.
 _PACES = (1.0, 1.01, 1.02, 1.035, 1.05, 1.075, 1.1, 1.15, 1.2, 0.0)
-_MARGIN = 1.01  # by which a list may be faster than the pace at which it was made
 
 
 class DoesNotFit(ValueError):
@@ -222,10 +221,10 @@ def _candidates(
         yield from in_order(*candidate)
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
     for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        # A list made at a pace runs about as fast as that, so a slower pace than the best period so far leads to nothing.
-        if (pace, cap) not in lean and pace * bound <= _MARGIN * min(
-            (one.period for one in found), default=float("inf")
-        ):
+        # A list made at a pace runs about as fast as that, up to half a micro-batch's time. So a pace much slower than the
+        # best period so far leads to nothing.
+        limit = (1 + 0.5 / size) * min((one.period for one in found), default=float("inf"))
+        if (pace, cap) not in lean and pace * bound <= limit:
             yield from at_pace(pace, cap)
 
 
