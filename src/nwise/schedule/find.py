@@ -134,11 +134,10 @@ def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, 
     """
     check_memory(memory, 1 + max(placement))
     bound = lower_bound(flows, costs, placement, ages.weights, pairs=False) / len(flows)
-    found: list[Timed] = []
-    schedules = _candidates(flows, costs, placement, ages, bound, found, small=memory is not None)
+    schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
     enough = bound * (1 + 2 * CLOSE)
-    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=enough, found=found)
+    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=enough)
 
 
 def fastest(
@@ -148,7 +147,6 @@ def fastest(
     *,
     memory: Limit = None,
     enough: float = 0.0,
-    found: list[Timed] | None = None,
 ) -> Timed:
     """Return the best of the schedules that fit the memory.
 
@@ -158,12 +156,11 @@ def fastest(
         what: name of the schedule with the least memory, for the error.
         memory: limit in bytes, one for all ranks or one for each; default: none.
         enough: period at which the search ends; default: it tries all.
-        found: list to which it adds the schedules that were the fastest so far, for whatever makes the next ones.
 
     Raises:
         DoesNotFit: none fits.
     """
-    found, least, limit = [] if found is None else found, (float("inf"), 0.0, 0.0), float("inf")
+    found, least, limit = list[Timed](), (float("inf"), 0.0, 0.0), float("inf")
     for schedule in schedules:
         if memory is not None and (needed := excess(peak_bytes(schedule, costs), memory))[0] > 1:
             least = min(least, needed)
@@ -185,7 +182,7 @@ def fastest(
 
 
 def _candidates(
-    flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, found: list[Timed], *, small: bool
+    flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
     late, size = any(ages.weights), len(flows[0])
@@ -221,10 +218,7 @@ def _candidates(
         yield from in_order(*candidate)
     caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
     for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        # A list made at a pace runs about as fast as that, up to half a micro-batch's time. So a pace much slower than the
-        # best period so far leads to nothing.
-        limit = (1 + 0.5 / size) * min((one.period for one in found), default=float("inf"))
-        if (pace, cap) not in lean and pace * bound <= limit:
+        if (pace, cap) not in lean:
             yield from at_pace(pace, cap)
 
 
