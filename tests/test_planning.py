@@ -20,11 +20,11 @@ from architectures import tiny
 from launch import results
 from nwise.flow import flows_for
 from nwise.planning import planner, prepare
-from nwise.planning.devices import as_devices
+from nwise.planning.devices import as_devices, orders
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
 from nwise.planning.profiling import Profile, profile
-from nwise.planning.search import Search, _orders, search
+from nwise.planning.search import Search, search
 from nwise.program import Program
 from nwise.schedule import Costs, best
 from nwise.schedule.find import DoesNotFit
@@ -137,8 +137,8 @@ def test_orders_of_many_devices_are_tried(devices: list[float]) -> None:
     times = [10.0, *[1.0] * 8]
     pieces = [Piece(str(i), time, time, time, 0, 0) for i, time in enumerate(times)]
     assert search({8: pieces}, nwise.NWise(2), as_devices(devices)).timed.period == pytest.approx(24)
-    assert len(_orders(as_devices([1, 2, 3, 4, 5, 6]))) == 120
-    assert _orders(as_devices([2, 1, 1])) == [(0, 1, 2), (1, 2, 0), (1, 0, 2)]
+    assert len(orders(as_devices([1, 2, 3, 4, 5, 6]))) == 120
+    assert orders(as_devices([2, 1, 1])) == [(0, 1, 2), (1, 2, 0), (1, 0, 2)]
 
 
 def test_frozen_pieces_are_planned_as_frozen() -> None:

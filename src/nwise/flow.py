@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,11 +107,18 @@ class StageFlow:
         return start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Flow:
     """The work of every stage for one micro-batch; ``stages[k]`` is that of stage ``k``."""
 
     stages: tuple[StageFlow, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.stages)
+
+    def __hash__(self) -> int:
+        return self._hash  # planners look flows up often, and hashing all stages takes long
 
     @property
     def messages(self) -> tuple[int, ...]:

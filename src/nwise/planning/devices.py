@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -12,6 +13,7 @@ from nwise.checks import check_at_least
 
 __all__ = ["Device", "as_devices", "limits"]
 
+MOST_ORDERS = 120  # of devices that are tried
 _EXTREME = 1e6  # keeps times finite
 
 
@@ -73,3 +75,22 @@ def limits(devices: Sequence[Device]) -> tuple[float, ...] | None:
     """Return the memory of every device; None if none is limited."""
     memory = tuple(device.memory for device in devices)
     return memory if any(map(isfinite, memory)) else None
+
+
+def orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
+    """Return orders of the devices along the network, without those that only exchange equal ones; the given one first."""
+    # Speeds a, b, b have three orders, since the two b are alike: a b b, b a b, b b a. Sorted orders come first,
+    # because stages at one end keep the most activations, so a large device often belongs there.
+    given = tuple(range(len(devices)))
+    keys: list[Callable[[int], float]] = [lambda i: devices[i].speed, lambda i: devices[i].memory]
+    likely = (tuple(sorted(given, key=key, reverse=down)) for key in keys for down in (False, True))
+    found = dict.fromkeys(islice(chain([given], likely, _distinct(given, devices)), MOST_ORDERS + 5))
+    return list(found)[:MOST_ORDERS]
+
+
+def _distinct(left: tuple[int, ...], devices: Sequence[Device]) -> Iterator[tuple[int, ...]]:
+    if not left:
+        yield ()
+    for first in {devices[i]: i for i in reversed(left)}.values():  # of equal devices the one with the smallest index
+        for rest in _distinct(tuple(i for i in left if i != first), devices):
+            yield (first, *rest)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import nan
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -51,48 +51,44 @@ __all__ = ["plan"]
 _PARTS = 24  # pieces of a network with given costs that unequal devices share
 
 
+class _Options(TypedDict, total=False):
+    """The options of `plan`, which has their defaults."""
+
+    devices: int | Sequence[float | Device] | None
+    num_stages: int | None
+    heads: Heads | None
+    loss_fn: LossFn
+    optimizer: Optimizers | None
+    microbatches: int | Sequence[int] | None
+    latency: float | None
+    bandwidth: float
+    before: Mapping[str, Callable[..., Any]] | None
+    rounds: int
+    report: Callable[[str], object] | None
+
+
+_Model = nn.Module | Profile | Costs
+_Batch = Input | Tensors | None
+
+
 @overload
 def plan(
-    model: nn.Module | Profile | Costs,
-    example: Input | Tensors | None = None,
-    target: Input | Tensors | None = None,
+    model: _Model,
+    example: _Batch = None,
+    target: _Batch = None,
     *,
-    devices: int | Sequence[float | Device] | None = None,
-    num_stages: int | None = None,
-    strategy: str | Strategy = "2-wise",
-    heads: Heads | None = None,
-    loss_fn: LossFn = nn.functional.cross_entropy,
-    optimizer: Optimizers | None = torch.optim.Adam,
-    microbatches: int | Sequence[int] | None = None,
-    latency: float | None = None,
-    bandwidth: float = float("inf"),
-    before: Mapping[str, Callable[..., Any]] | None = None,
-    rounds: int = 3,
-    report: Callable[[str], object] | None = print,
+    strategy: str | Strategy = ...,
+    **options: Unpack[_Options],
 ) -> Plan: ...
-
-
 @overload
 def plan(
-    model: nn.Module | Profile | Costs,
-    example: Input | Tensors | None = None,
-    target: Input | Tensors | None = None,
+    model: _Model,
+    example: _Batch = None,
+    target: _Batch = None,
     *,
-    devices: int | Sequence[float | Device] | None = None,
-    num_stages: int | None = None,
     strategy: list[Any] | tuple[Any, ...],
-    heads: Heads | None = None,
-    loss_fn: LossFn = nn.functional.cross_entropy,
-    optimizer: Optimizers | None = torch.optim.Adam,
-    microbatches: int | Sequence[int] | None = None,
-    latency: float | None = None,
-    bandwidth: float = float("inf"),
-    before: Mapping[str, Callable[..., Any]] | None = None,
-    rounds: int = 3,
-    report: Callable[[str], object] | None = print,
+    **options: Unpack[_Options],
 ) -> Plans: ...
-
-
 def plan(
     model: nn.Module | Profile | Costs,
     example: Input | Tensors | None = None,

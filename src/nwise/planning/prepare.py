@@ -74,7 +74,7 @@ def network_in_pieces(
     device = next((p.device for p in model.parameters()), example[0].device)
     some = each(example, lambda x: x[:2].to(device))
     own = copy.deepcopy(model).train()
-    at = _apart(split(own, cut_points(own, before), example=some, before=before), some)
+    at = _independent(split(own, cut_points(own, before), example=some, before=before), some)
     stages = split(own, at, example=some, before=before)
     given = None if heads is None else heads(stages)
     modules = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
@@ -96,7 +96,7 @@ def network_in_pieces(
     )
 
 
-def _apart(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
+def _independent(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
     """Return the names of the pieces that do not change their inputs in place, so a stage may begin with them.
 
     A piece that hands its input on, such as an identity, may be followed by one that changes it; so they are tried together.

@@ -34,8 +34,6 @@ from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 __all__ = ["Network", "Profile", "numbers_to_try", "profile"]
 
-_ALONE = find_flow(EndToEnd().credit(1)).stages[0]  # the flow of a single stage
-
 _WHAT = "The output of a piece"
 
 
@@ -175,14 +173,14 @@ def numbers_to_try(microbatches: Any, size: int | None = None, modules: Iterable
 
 def _action_overhead() -> float:
     """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
-    layer = nn.Linear(1, 1)
+    layer, flow = nn.Linear(1, 1), find_flow(EndToEnd().credit(1)).stages[0]
     stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
     stage.survey(layer, None)
     x = torch.zeros(1, 1)
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(_ALONE, batch, 0, _ALONE.passes, inputs=(x,))
+        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 

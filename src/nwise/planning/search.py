@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from nwise.checks import check_at_least
 from nwise.flow import flows_for
-from nwise.planning.devices import Device, limits
+from nwise.planning.devices import MOST_ORDERS, Device, limits, orders
 from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
@@ -37,7 +37,6 @@ from nwise.strategies import EndToEnd, Strategy
 
 __all__ = ["Cut", "Search", "search"]
 
-_MOST_ORDERS = 120  # of devices that are tried
 _STARTS = 6  # first cuts of a kind that are improved
 _FEW = 2  # micro-batches
 _FEW_STAGES = 4  # more have so many pairs that the search would take minutes
@@ -99,25 +98,26 @@ class Search:
         self._schedules: dict[tuple[Placement, tuple[bool, ...]], list[Schedule]] = {}
         self._scores: dict[Assignment, tuple[float, float]] = {}
         self._cuts: dict[Assignment, Cut] = {}
-        self._orders = _orders(devices)
+        self._orders = orders(devices)
 
     # Cuts with their costs --------------------------------------------------------------------------
 
-    def bound(self, starts: Sequence[int], placement: Placement) -> float:
-        """Return the work of the busiest device or link per mini-batch."""
-        flows = self._flows_for(self._trainable(starts))
-        return resource_bound(flows, self.costs(starts, placement), placement) / len(flows)
+    def bound(self, starts: Sequence[int], placement: Placement, *, sharp: bool = False) -> float:
+        """Return a lower bound on a step: the work of the busiest device or link, or a sharp bound that takes longer."""
+        flows, costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
+        if not sharp:
+            return resource_bound(flows, costs, placement) / len(flows)
+        ages = strategy_ages(self._strategy, flows).weights
+        return lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
 
     @cached_property
     def least(self) -> float:
-        """A lower bound on the time of a step with any cut; sharp for a single cut under a delay, whose orders take long."""
-        first = self.assignments[0]
-        flows = self._flows_for(self._trainable(first[0]))
-        ages = strategy_ages(self._strategy, flows).weights
-        several = len(self.assignments) > 1 or not len(self._pieces) == self._num_stages == len(self._devices)
-        if several or not any(ages):
-            return self.bound(*first)
-        return lower_bound(flows, self.costs(*first), first[1], ages) / len(flows)
+        """A lower bound on the time of a step with any cut, sharp if there is only one."""
+        # The first assignment is the least busy one, so its work bounds all. Paths through several devices may be shorter with
+        # another cut, so they count only where there is no other.
+        fixed = self._pipeline is not None or self._num_stages == len(self._devices)
+        single = fixed and len(self.assignments) == 1 and len(self._pieces) == self._num_stages
+        return self.bound(*self.assignments[0], sharp=single)
 
     def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages on their devices."""
@@ -213,6 +213,7 @@ class Search:
 
     def _sizes(self, device: Device) -> list[Matrix]:
         """Return the share of a device's memory that every range of pieces needs at least."""
+        # The first gradients appear when a micro-batch's activations go, so the larger of the two is needed, not their sum.
         gradients, activations, fixed = (
             sums(self._pieces, name) for name in ("gradient_bytes", "activation_bytes", "fixed_bytes")
         )
@@ -268,7 +269,12 @@ class Search:
         """Climb with the best schedule of every neighbour that may be better, where `_climbed` knows one order only."""
         while True:
             limit = cut.timed.period * (1 - CLOSE)
-            near = [one for one in self._neighbours((cut.starts, cut.placement)) if self.bound(*one) < limit]
+            # The cheap bound comes first: it discards most neighbours, and the best schedule of each takes long.
+            near = [
+                other
+                for other in self._neighbours((cut.starts, cut.placement))
+                if self.bound(*other) < limit and self.bound(*other, sharp=True) < limit
+            ]
             try:
                 better = self._best_of(near)[0] if near else cut
             except DoesNotFit:
@@ -278,6 +284,14 @@ class Search:
             cut = better
 
     def _climbed(self, assignment: Assignment) -> Assignment:
+        # Starts 0, 3, 6 of stages; each step moves one start, or the starts of two stages in a row, to where the step of the
+        # pipeline is shortest:
+        #
+        #     p0 p1 p2 | p3 p4 p5 | p6 p7       9.0
+        #     p0 p1 p2 | p3 p4 | p5 p6 p7       8.2
+        #     p0 p1 | p2 p3 p4 | p5 p6 p7       7.9    no neighbour is better
+        #
+        # One order of actions times every neighbour, because finding the best order of each would take a hundred times as long.
         known, best = self._score(assignment), assignment
         while True:
             options = [(self._score(option), option) for option in self._neighbours(best)]
@@ -330,7 +344,7 @@ class Search:
             for ranks in ((*placement[:k], below, *placement[k + 1 :]), (*placement[: k - 1], above, *placement[k:])):
                 if below != above and set(ranks) == set(placement):
                     yield starts, ranks
-        if len(self._orders) == _MOST_ORDERS:  # not all are known
+        if len(self._orders) == MOST_ORDERS:  # not all are known
             for a, b in pairwise(dict.fromkeys(placement)):
                 if self._devices[a] != self._devices[b]:
                     yield starts, tuple({a: b, b: a}.get(rank, rank) for rank in placement)
@@ -380,20 +394,3 @@ def search(
     if not cuts:
         raise min(failures, key=lambda error: error.least / error.memory)
     return next(cuts[m] for m in sorted(cuts) if cuts[m].timed.period <= shortest * (1 + CLOSE))
-
-
-def _orders(devices: Sequence[Device]) -> list[tuple[int, ...]]:
-    """Return orders of the devices along the network, without those that only exchange equal ones; the given one first."""
-    given = tuple(range(len(devices)))
-    keys: list[Callable[[int], float]] = [lambda i: devices[i].speed, lambda i: devices[i].memory]
-    likely = (tuple(sorted(given, key=key, reverse=down)) for key in keys for down in (False, True))
-    orders = dict.fromkeys(islice(chain([given], likely, _distinct(given, devices)), _MOST_ORDERS + 5))
-    return list(orders)[:_MOST_ORDERS]
-
-
-def _distinct(left: tuple[int, ...], devices: Sequence[Device]) -> Iterator[tuple[int, ...]]:
-    if not left:
-        yield ()
-    for first in {devices[i]: i for i in reversed(left)}.values():  # of equal devices the one with the smallest index
-        for rest in _distinct(tuple(i for i in left if i != first), devices):
-            yield (first, *rest)

@@ -36,6 +36,9 @@ def assign(tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     known = _within(np.inf, tables)
     if known is None:
         return None
+    # No assignment meets `low`, and `known` meets `high`. What is found may be better than was asked, so `high` falls to that:
+    #
+    #     low ........ middle ........ high      found below the middle: high moves to it; not found: low moves to the middle
     low, high = 0.0, _busiest(known, tables)
     while high - low > _CLOSE * high:
         middle = (low + high) / 2

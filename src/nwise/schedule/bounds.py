@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from nwise.flow import Flow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.clock import Clock, Wait
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.graph import TaskGraph, counted, held_back, task_graph
+from nwise.schedule.graph import Flows, TaskGraph, counted, held_back, task_graph
 from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 
@@ -35,12 +36,12 @@ __all__ = ["stage_work"]
 
 Matrix = NDArray[np.float64]
 
-_CLOSE = 1e-9
+CLOSE = 1e-9  # times that differ by less than this share are equal
 # Largest number of comparisons; larger schedules get only the cheaper bounds.
 _MOST_EFFORT = 2e8
 
 
-def stage_work(flows: Sequence[Sequence[Flow]], costs: Costs) -> list[float]:
+def stage_work(flows: Flows, costs: Costs) -> list[float]:
     """Return the least work of every stage, per cycle of mini-batches."""
     work = []
     for k, price in enumerate(prices(costs, len(flows[0][0].stages))):
@@ -51,7 +52,7 @@ def stage_work(flows: Sequence[Sequence[Flow]], costs: Costs) -> list[float]:
     return work
 
 
-def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement) -> float:
+def resource_bound(flows: Flows, costs: Costs, placement: Placement) -> float:
     """Return the work of the busiest rank or the time of the busiest link, per cycle of mini-batches."""
     num_stages = len(flows[0][0].stages)
     ranks_and_links: dict[int | tuple[int, int], float] = defaultdict(float)
@@ -66,8 +67,15 @@ def resource_bound(flows: Sequence[Sequence[Flow]], costs: Costs, placement: Pla
     return max(ranks_and_links.values())
 
 
+@lru_cache(maxsize=256)  # end-to-end pipelines share their bound
 def lower_bound(
-    flows: Sequence[Sequence[Flow]], costs: Costs, placement: Placement, ages: Sequence[int], enough: float = math.inf
+    flows: Flows,
+    costs: Costs,
+    placement: Placement,
+    ages: tuple[int, ...],
+    enough: float = math.inf,
+    *,
+    pairs: bool = True,
 ) -> float:
     """Return a lower bound on the time of one cycle of mini-batches, for any order.
 
@@ -79,11 +87,10 @@ def lower_bound(
         placement: rank of every stage.
         ages: age of every stage's weight gradients.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
+        pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
     num_ranks, num_stages = 1 + max(placement), len(placement)
     known = resource_bound(flows, costs, placement)
-    if known >= enough * (1 - _CLOSE):
-        return known
     sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
     # A stage that is held back starts its next forward once its activation has been taken.
     for k in held_back(flows, placement, oldest=max(ages)):
@@ -94,14 +101,16 @@ def lower_bound(
     effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
     # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
     calls = [1 + max(age for age, rank in zip(ages, placement, strict=True) if rank == r) for r in range(num_ranks)]
-    if len(flows) == 1 and effort < _MOST_EFFORT:
-        # The longest cycle is usually that of a rank with itself, which costs much less than all pairs.
-        alone = np.diag(_least_times(flows[0], costs, placement, ages, pairs=False)) / calls
-        known = max(known, float(alone.max()))
-    if known >= enough * (1 - _CLOSE) or effort * num_ranks > _MOST_EFFORT:
-        return known
-    matrices = {batch: _least_times(batch, costs, placement, ages) for batch in dict.fromkeys(map(tuple, flows))}
-    return max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
+    # From the start of rank a's list to its end takes at least least[a, a], and its next list starts after that: a cycle, whose
+    # mean no order can beat. A cycle through several ranks, a -> b -> a, is longer only where messages of one rank's path return
+    # over another rank. The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
+    for several in (False, True)[: 1 + pairs]:
+        if known >= enough * (1 - CLOSE) or effort * num_ranks**several > _MOST_EFFORT:
+            break
+        batches = dict.fromkeys(map(tuple, flows))
+        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in batches}
+        known = max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
+    return known
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:
@@ -113,7 +122,7 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
 
 
 def _least_times(
-    flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool = True
+    flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool
 ) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
     # By its number every task comes after all that it needs. The updates come on top.
@@ -150,22 +159,22 @@ def _least_times(
 
 def _before(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> list[list[tuple[int, float]]]:
     """Return for every task its predecessors, each with the time that its result travels."""
-    # If micro-batches are alike, swapping two of them changes no time. So actions of one kind run in their order, without
-    # loss of generality, and each also comes after the one before it.
-    flows = graph.flows[0]
+    # Swapping two micro-batches of one flow changes no time. So actions of one kind and flow run in their order, without loss of
+    # generality, and each also comes after the one before it.
     sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(graph.placement))]
-    alike = all(flow == flows[0] for flow in flows)
-    last: dict[tuple[Kind, int, int | None], int] = {}
+    which = {flow: i for i, flow in enumerate(counted(graph.flows))}
+    flows = [which[flow] for flow in graph.flows[0]]
+    last: dict[tuple[Kind, int, int | None, int], int] = {}
     before: list[list[tuple[int, float]]] = []
     for task, action in enumerate(actions):
         k = action.stage
         earlier = [
             (n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0) for n, _, link in graph.needs[task]
         ]
-        kind = (action.kind, k, action.message)
-        if alike and kind in last:
-            earlier.append((last[kind], 0.0))
-        last[kind] = task
+        key = (action.kind, k, action.message, flows[action.microbatch])
+        if key in last:
+            earlier.append((last[key], 0.0))
+        last[key] = task
         before.append(earlier)
     return before
 

@@ -11,9 +11,9 @@ from nwise.checks import check_at_least
 from nwise.flow import Flow, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, Flows, strategy_ages
-from nwise.schedule.bounds import lower_bound, resource_bound, stage_work
+from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import counted
+from nwise.schedule.graph import TaskGraph, counted
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Actions, make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
@@ -133,17 +133,20 @@ def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, 
         DoesNotFit: no order that it tries fits the memory.
     """
     check_memory(memory, 1 + max(placement))
-    if any(ages.weights):
-        bound = lower_bound(flows, costs, placement, ages.weights) / len(flows)
-    else:
-        bound = resource_bound(flows, costs, placement) / len(flows)  # takes less time, and usually nothing is shorter
+    bound = lower_bound(flows, costs, placement, ages.weights, pairs=False) / len(flows)
     schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
-    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=bound * (1 + CLOSE))
+    enough = bound * (1 + 2 * CLOSE)
+    return fastest(schedules, costs, "the smallest order tried", memory=memory, enough=enough)
 
 
 def fastest(
-    schedules: Iterable[Schedule], costs: Costs, what: str, *, memory: Limit = None, enough: float = 0.0
+    schedules: Iterable[Schedule],
+    costs: Costs,
+    what: str,
+    *,
+    memory: Limit = None,
+    enough: float = 0.0,
 ) -> Timed:
     """Return the best of the schedules that fit the memory.
 
@@ -157,23 +160,25 @@ def fastest(
     Raises:
         DoesNotFit: none fits.
     """
-    options: list[Timed] = []
-    least = (float("inf"), 0.0, 0.0)
+    found, least, limit = list[Timed](), (float("inf"), 0.0, 0.0), float("inf")
     for schedule in schedules:
         if memory is not None and (needed := excess(peak_bytes(schedule, costs), memory))[0] > 1:
             least = min(least, needed)
             continue
         try:
-            options.append(timed(schedule, costs))
+            option = timed(schedule, costs, limit)
         except Deadlock:  # a delay puts the lists of several turns together, which not every order allows
             continue
-        if options[-1].period <= enough:
+        if option.period <= limit:
+            found.append(option)
+            limit = min(limit, option.period * (1 + CLOSE))  # a schedule that is slower need not be timed to the end
+        if limit <= enough:
             break
-    if not options:
+    if not found:
         raise DoesNotFit(what, *least[1:])
     # The rest of the sort key (`Timed.rank`) takes longer to compute, so only the fastest schedules compute it.
-    shortest = min(rounded(option.period) for option in options)
-    return min((option for option in options if rounded(option.period) == shortest), key=lambda option: option.rank)
+    shortest = min(rounded(option.period) for option in found)
+    return min((option for option in found if rounded(option.period) == shortest), key=lambda option: option.rank)
 
 
 def _candidates(
@@ -181,17 +186,29 @@ def _candidates(
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
     late, size = any(ages.weights), len(flows[0])
+    graphs: dict[bool, TaskGraph] = {}
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
         # One pass instead of two saves an overhead and a kept cotangent, so it is tried first; two passes start earlier.
         for fuse in (True, False):
             with suppress(Deadlock):
-                yield make_schedule(name, flows, partial(rule, fuse=fuse), placement, ages, costs=costs, cap=cap)
+                rule_of = partial(rule, fuse=fuse)
+                made = make_schedule(
+                    name, flows, rule_of, placement, ages, costs=costs, cap=cap, graph=graphs.get(fuse)
+                )
+                graphs.setdefault(fuse, made.graph)
+                yield made
 
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
             yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound) if ages.stash else ()
 
+    # Under a delay a message may run in any of several calls. Lists made at a pace choose the call, those of a rule do not:
+    #
+    #     first                the leanest list of a rule
+    #     lean, at two paces   one micro-batch in flight: the least memory
+    #     other rules          more in flight
+    #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
     lean = [(1.0, 1), (0.0, 1)] if late and size > 1 else []

@@ -15,11 +15,10 @@ engine follow the arcs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from nwise.flow import Flow, StageFlow
@@ -139,25 +138,22 @@ def task_graph(
     known = None if given is None else {a[:5]: a for a in given if a.kind is not Kind.UPDATE}
     tasks: list[Action] = []
     needs: list[tuple[Need, ...]] = []
+    blocks: dict[tuple[Flow, tuple[int, ...]], list[_Pattern]] = {}  # micro-batches are alike, but for what they fuse
     for turn, batch in enumerate(flows):
-        for flow, group in groupby(enumerate(batch), itemgetter(1)):
-            blocks: dict[tuple[int, ...], list[_Pattern]] = {}  # micro-batches are alike, but for what they fuse
-            for m, _ in group:
-                both = [(Kind.BOTH, k, m, stage.fused, turn) for k, stage in enumerate(flow.stages)]
-                fused = tuple(key[1] for key in both if key in known) if known else ()
-                if fused not in blocks:
-                    blocks[fused] = _block(flow, fused)
-                first = len(tasks)
-                for kind, k, q, inputs in blocks[fused]:
-                    key = kind, k, m, q, turn
-                    action = Action(*key) if known is None else known.pop(key, None)
-                    if action is None:
-                        raise _incomplete(placement[k], f"no {Action(*key)}")
-                    made = [(first + i, tasks[first + i]) for i in inputs]
-                    needs.append(
-                        tuple([Need(n, action.age - a.age, placement[a.stage] != placement[k]) for n, a in made])
-                    )
-                    tasks.append(action)
+        for m, flow in enumerate(batch):
+            both = [(Kind.BOTH, k, m, stage.fused, turn) for k, stage in enumerate(flow.stages)]
+            fused = tuple(key[1] for key in both if key in known) if known else ()
+            if (flow, fused) not in blocks:
+                blocks[flow, fused] = _block(flow, fused)
+            first = len(tasks)
+            for kind, k, q, inputs in blocks[flow, fused]:
+                key = kind, k, m, q, turn
+                action = Action(*key) if known is None else known.pop(key, None)
+                if action is None:
+                    raise _incomplete(placement[k], f"no {Action(*key)}")
+                made = [(first + i, tasks[first + i]) for i in inputs]
+                needs.append(tuple([Need(n, action.age - a.age, placement[a.stage] != placement[k]) for n, a in made]))
+                tasks.append(action)
         tasks += [Action(Kind.UPDATE, k, 0, None, turn) for k in range(size)]
         needs += [()] * size
     if known:
@@ -172,6 +168,11 @@ _Pattern = tuple[Kind, int, int | None, list[int]]
 
 def _block(flow: Flow, fused: Container[int]) -> list[_Pattern]:
     """Return the computations of a micro-batch, each after those that it needs, with a B on the stages `fused`."""
+    # Forwards go up the stages, passes come down. So each task comes after those that it needs, whatever the credit:
+    #
+    #     stage 2              F2 H2 B2
+    #     stage 1        F1 H1          I1 W1
+    #     stage 0     F0                      W0
     block: list[_Pattern] = []
     made: dict[tuple[str | int, int], int] = {}  # place of what is made: "F", "H" or a message, and the stage
 
@@ -220,8 +221,4 @@ def held_back(flows: Sequence[Sequence[Flow]], placement: Placement, *, oldest: 
 
 def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
     """Return the different flows, each with its number of micro-batches."""
-    counts: dict[Flow, int] = {}
-    # Hashing a flow takes long, and micro-batches in a row usually share one.
-    for flow, group in groupby(flow for batch in flows for flow in batch):
-        counts[flow] = counts.get(flow, 0) + sum(1 for _ in group)
-    return counts
+    return Counter(flow for batch in flows for flow in batch)

@@ -16,7 +16,8 @@ whether one B replaces an I and a W of the same cotangent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, product
+from operator import itemgetter
 
 from nwise.flow import Flow
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
@@ -49,6 +50,7 @@ def make_schedule(
     *,
     costs: Costs = TYPICAL,
     cap: int | None = None,
+    graph: TaskGraph | None = None,
 ) -> Schedule:
     """Return the schedule of a cycle of calls, with the updates after each.
 
@@ -61,12 +63,13 @@ def make_schedule(
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
             scheduling may reorder the lists; default: None, the order of the rule.
+        graph: the task graph, if another schedule of the same computations has it; default: it is made.
 
     Raises:
         Deadlock: lists of several stages of one rank wait for each other, or `cap` is too small.
     """
     ages = ages or message_ages(flows)
-    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages)
+    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages, graph)
     placement = graph.placement
     num_ranks = 1 + max(placement)
     if len(lists[0]) == num_ranks and cap is None:
@@ -111,32 +114,36 @@ def paced(
 
 
 def _numbered(
-    by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], placement: Placement, ages: Ages
+    by_turn: Sequence[Sequence[Actions]],
+    flows: Sequence[Flows],
+    placement: Placement,
+    ages: Ages,
+    graph: TaskGraph | None = None,
 ) -> tuple[TaskGraph, list[list[list[int]]]]:
     """Return the task graph of lists, and the numbers of the tasks in every list of every call."""
     calls = _calls(by_turn, flows, ages)
-    graph = task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
+    graph = graph or task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
     return graph, [[graph.numbers(actions) for actions in call] for call in calls]
 
 
-def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> list[list[Actions]]:
-    """Return the lists of every call of the cycle, for lists that begin with every turn's mini-batch."""
-    return [[_call(call, i, by_turn, flows, ages) for i in range(len(by_turn[0]))] for call in range(len(flows))]
+def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> list[list[Sequence[Action]]]:
+    """Return the lists of every call of the cycle: a turn's own actions, and older ones of the turns before.
 
-
-def _call(call: int, index: int, by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> Actions:
-    """Return a list's actions in a call of the cycle: of the newest mini-batch, and older ones of those before."""
+    Args:
+        by_turn: lists that begin with every turn's mini-batch.
+        flows: flow of every micro-batch, ``[turns][M]``.
+        ages: age of every pass.
+    """
     if not any(ages.weights):
-        return by_turn[call][index]
-    placed = [
-        (place, a)
-        for turn, lists in enumerate(by_turn)
-        for place, action in enumerate(lists[index])
-        for a in _aged(action, flows, ages)
-        if (turn + a.age) % len(by_turn) == call
-    ]
-    # Actionss of different turns do not fit into each other, so of several turns the forwards come first.
-    return tuple(a for _, a in sorted(placed, key=lambda p: (len(by_turn) > 1 and p[1].kind in PASSES, p[0])))
+        return [list(lists) for lists in by_turn]
+    turns, ranks = len(by_turn), range(len(by_turn[0]))
+    placed: list[list[list[tuple[bool, int, Action]]]] = [[[] for _ in ranks] for _ in by_turn]
+    for (turn, lists), i in product(enumerate(by_turn), ranks):
+        for place, action in enumerate(lists[i]):
+            for a in _aged(action, flows, ages):
+                # Lists of different turns do not fit into each other, so of several turns the forwards come first.
+                placed[(turn + a.age) % turns][i].append((turns > 1 and a.kind in PASSES, place, a))
+    return [[[a for *_, a in sorted(one, key=itemgetter(0, 1))] for one in lists] for lists in placed]
 
 
 def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action]:
@@ -151,44 +158,8 @@ def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action
         yield action._replace(age=ages.of(action))
 
 
-def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
-    """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
-    lists = []
-    for k in range(len(flows[0].stages)):
-        actions = [a for m, flow in enumerate(flows) for a in forwards(flow.stages[k], k, m, turn)]
-        later = [
-            p for m, flow in enumerate(flows) for p in enumerate(passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
-        ]
-        actions += [a for _, a in sorted(later, key=lambda p: (p[1].kind is Kind.WEIGHT_GRAD, p[0]))]
-        lists.append(tuple(actions))
-    return lists
-
-
-def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
-    """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
-    # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
-    #
-    #     round 0   F(0) H(0) I(0.0)                     I(m.q) makes message q of micro-batch m; the own loss is q = 0
-    #     round 1   F(1) H(1) I(1.0) I(0.1)
-    #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
-    farthest = max(map(reach, counted([flows])))
-    lists = []
-    for k in range(len(flows[0].stages)):
-        placed: list[tuple[int, int, int, Action]] = []  # round, place in the round, and the action
-        for m, flow in enumerate(flows):
-            placed += [(m, -2 + i, 0, a) for i, a in enumerate(forwards(flow.stages[k], k, m, turn))]
-            for action in passes(flow.stages[k], k, m, fuse=fuse, turn=turn):
-                far = flow.stages[k].cotangent(action.message).far
-                last = action.kind is Kind.WEIGHT_GRAD
-                distance = farthest if last else far - k
-                placed.append((m + stride * distance, distance + last, action.message or 0, action))
-        lists.append(tuple(a for *_, a in sorted(placed, key=lambda p: p[:3])))
-    return lists
-
-
-def reach(flow: Flow) -> int:
-    """Return the largest distance that a gradient travels, in stages."""
-    return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
+# A rule sorts the computations of a stage, which are given depth first: by micro-batch, and of one micro-batch F, H, and the
+# passes, nearest loss first. Actions with one key stay in that order.
 
 
 def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
@@ -203,6 +174,40 @@ def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
     ]
 
 
+def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
+    """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
+
+    def key(a: Action) -> tuple[bool, bool, int]:
+        return a.kind in PASSES, a.kind is Kind.WEIGHT_GRAD, a.message or 0
+
+    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, turn, fuse=fuse)]
+
+
+def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
+    """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
+    # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
+    #
+    #     round 0   F(0) H(0) I(0.0)                     I(m.q) makes message q of micro-batch m; the own loss is q = 0
+    #     round 1   F(1) H(1) I(1.0) I(0.1)
+    #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
+    farthest = max(map(reach, counted([flows])))
+
+    def key(a: Action) -> tuple[int, int, int]:  # round, and place in the round
+        if a.kind not in PASSES:
+            return a.microbatch, -1, 0
+        if a.kind is Kind.WEIGHT_GRAD:
+            return a.microbatch + stride * farthest, farthest + 1, 0
+        distance = flows[a.microbatch].stages[a.stage].messages[a.message or 0].far - a.stage
+        return a.microbatch + stride * distance, distance, a.message or 0
+
+    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, turn, fuse=fuse)]
+
+
+def reach(flow: Flow) -> int:
+    """Return the largest distance that a gradient travels, in stages."""
+    return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
+
+
 def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
     """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
     # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
@@ -212,13 +217,10 @@ def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> l
     #     stage 2   F(0) B(0) F(1) B(1) F(2) B(2) F(3) B(3)
     #
     # Under a delay of one the backward passes are those of the mini-batch before, so no stage waits for its first one.
-    num_stages = len(flows[0].stages)
-    lists = []
-    for k in range(num_stages):
-        first = [forwards(flow.stages[k], k, m, turn) for m, flow in enumerate(flows)]
-        second = [passes(flow.stages[k], k, m, fuse=fuse, turn=turn) for m, flow in enumerate(flows)]
-        lists.append(_alternate(first, second, num_stages - k))
-    return lists
+    return [
+        tuple(sorted(actions, key=lambda a: _in_turn(a, a.microbatch, len(flows[0].stages) - a.stage)))
+        for actions in depth_first(flows, turn, fuse=fuse)
+    ]
 
 
 def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Actions]:
@@ -235,25 +237,25 @@ def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
-    lists = []
-    groups = [range(m, m + num_ranks) for m in range(0, len(flows), num_ranks)]
-    for rank in range(num_ranks):
-        stages = range(rank, len(flows[0].stages), num_ranks)
-        first = [forwards(flows[m].stages[k], k, m, turn) for group in groups for k in stages for m in group]
-        second = [
-            passes(flows[m].stages[k], k, m, fuse=fuse, turn=turn)
-            for group in groups
-            for k in reversed(stages)
-            for m in group
-        ]
-        lists.append(_alternate(first, second, 2 * (num_ranks - 1 - rank) + num_ranks * (len(stages) - 1) + 1))
-    return lists
+    stages = depth_first(flows, turn, fuse=fuse)
+
+    def key(a: Action) -> int:
+        rank, here = a.stage % num_ranks, len(stages[a.stage % num_ranks :: num_ranks])
+        group, m = divmod(a.microbatch, num_ranks)
+        visit = a.stage // num_ranks
+        if a.kind in PASSES:  # from the last stage down
+            visit = here - 1 - visit
+        return _in_turn(
+            a, (group * here + visit) * num_ranks + m, 2 * (num_ranks - 1 - rank) + num_ranks * (here - 1) + 1
+        )
+
+    return [tuple(sorted(chain(*stages[rank::num_ranks]), key=key)) for rank in range(num_ranks)]
 
 
-def _alternate(first: Sequence[Sequence[Action]], second: Sequence[Sequence[Action]], ahead: int) -> Actions:
-    """Return the list that begins with some blocks of the first kind, after which the two kinds take turns."""
-    blocks = list(first[:ahead])
-    for i, block in enumerate(second):
-        blocks.append(block)
-        blocks += first[ahead + i : ahead + i + 1]
-    return tuple(a for block in blocks for a in block)
+def _in_turn(a: Action, i: int, ahead: int) -> int:
+    """Return the place of the i-th forward or backward of a list that begins with some forwards, then alternates."""
+    #     place   0   1   2   3   4   5   6       ahead = 2
+    #             F0  F1  B0  F2  B1  F3  B2
+    if a.kind in PASSES:
+        return ahead + 2 * i
+    return i if i < ahead else 2 * i - ahead + 1

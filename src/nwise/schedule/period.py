@@ -15,14 +15,21 @@ is one simulated call, linear in the number of actions.
 
 from __future__ import annotations
 
+import math
+
 from nwise.schedule.clock import Clock, Token
 
 # Times that differ by less than this share of the period are equal up to rounding.
 _CLOSE = 1e-10
 
 
-def period(clock: Clock) -> float:
-    """Find the time per call (per cycle, for a rotating strategy) in the steady state, exact up to rounding."""
+def period(clock: Clock, limit: float = math.inf) -> float:
+    """Find the time per call (per cycle, for a rotating strategy) in the steady state, exact up to rounding.
+
+    Args:
+        clock: the clock.
+        limit: time above which the search ends with any longer time that the period has at least; default: none.
+    """
     ends = {nodes[-1]: 1 for nodes in clock.lists if nodes}  # every machine begins a call after its last node
     for waits in clock.waits:
         for node, _, calls in waits:
@@ -34,7 +41,8 @@ def period(clock: Clock) -> float:
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
-    while True:
+    # `longest` is the mean of a cycle that exists, so it never exceeds the period. It rises from cycle to cycle until the proof.
+    while longest <= limit:
         batch = clock.run(_ends(clock, potential, oldest))
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
@@ -57,6 +65,7 @@ def period(clock: Clock) -> float:
             if mean <= longest:
                 return longest
             longest, arcs = mean, {}
+    return longest
 
 
 def _ends(clock: Clock, potential: dict[Token, float], oldest: int) -> list[list[float]]:

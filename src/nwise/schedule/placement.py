@@ -56,6 +56,7 @@ def balanced(work: Sequence[float], num_ranks: int) -> Placement:
     >>> balanced([1, 1, 1, 4, 1], 2)
     (0, 0, 0, 1, 1)
     """
+    # Each stage is one piece here, so its table allows one range only: row k, column k + 1.
     size = len(work)
     tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
     for k, time in enumerate(work):

@@ -233,6 +233,7 @@ def with_updates(
     order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]], *, stash: bool = True
 ) -> Schedule:
     """Return the schedule of lists of computations, ``[turns][ranks]``, with the updates of every rank at the end of each."""
+    # A stage's weights change once for each call, after everything else in it, so no pass sees half of an update.
     ends: list[list[list[int]]] = [[[] for _ in lists] for lists in calls]
     for task, a in enumerate(graph.tasks):
         if a.kind is Kind.UPDATE:

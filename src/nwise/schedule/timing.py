@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
 from nwise.schedule.actions import Action
-from nwise.schedule.bounds import lower_bound
+from nwise.schedule.bounds import CLOSE, lower_bound
 from nwise.schedule.clock import durations, make_clock
 from nwise.schedule.costs import Costs
 from nwise.schedule.memory import peak_bytes
@@ -18,7 +19,6 @@ from nwise.schedule.schedule import Schedule
 __all__ = ["CLOSE", "Timed", "check_memory", "excess", "rounded", "timed"]
 
 Limit = float | Sequence[float] | None  # of the memory of every rank, in bytes: one for all, or one for each
-CLOSE = 1e-9  # periods that differ by less than this share are equal
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class Timed:
         return (rounded(self.period), max(self.in_flight), not schedule.first_in_first_out, len(schedule.graph.tasks))
 
 
-def timed(schedule: Schedule, costs: Costs) -> Timed:
-    """Return a schedule with its exact period."""
-    return Timed(schedule, costs, period(make_clock(schedule, costs)) / len(schedule.flows))
+def timed(schedule: Schedule, costs: Costs, limit: float = math.inf) -> Timed:
+    """Return a schedule with its exact period; if that is above the limit, perhaps with a shorter one that is above it, too."""
+    turns = len(schedule.flows)
+    return Timed(schedule, costs, period(make_clock(schedule, costs), limit * turns) / turns)
 
 
 def check_memory(memory: Limit, num_ranks: int) -> None:
