@@ -622,6 +622,7 @@ def test_uninitialised_lazy_module_raises() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # since torch 2.15
 def test_torchscript_stages_train_within_their_limits() -> None:
     def scripted(strategy: str, m: int = 1, **options: Any) -> nwise.Pipeline:
         first = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))

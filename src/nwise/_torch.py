@@ -26,6 +26,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -38,7 +39,7 @@ from torch.nn.utils import parametrize
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
-OLDEST, NEWEST = (2, 13), (2, 13)  # the whole test suite was run with both; `pyproject.toml` has the same bounds
+OLDEST, NEWEST = (2, 11), (2, 15)  # the whole test suite was run with both; `pyproject.toml` has the same bounds
 
 
 def unchecked(version: str) -> str | None:
@@ -177,13 +178,16 @@ def compile_call(module: nn.Module, **options: Any) -> None:
 
     Args:
         module: the module.
-        options: those of `torch.compile`.
+        options: those of `torch.compile`, with `recompile_limit` also for a torch that has it as a setting for all.
     """
 
     # The compiler does not trace calls that begin in torch's files. So the call begins here.
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch before 2.13
+        settings = torch._dynamo.config
+        settings.recompile_limit = max(settings.recompile_limit, options.pop("recompile_limit", 0))
     module._compiled_call_impl = torch.compile(call, **options)
 
 

@@ -207,7 +207,8 @@ def restore(
             tensor.copy_(fresh[name])
     for parameter in parameter_names(pipe):
         parameter.grad = None  # it belongs to steps that are undone now, and so does the state
-        if optimizer is not None:
+        # Adagrad of torch before 2.13 makes a state with the optimizer, and expects it.
+        if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:
             optimizer.state.pop(parameter, None)
     with _reading(folder):
         notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
