@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise import capture
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
+from nwise.capture import capture
 from nwise.flow import flows_for
 from nwise.runtime.ledger import same as same_specs
 from nwise.runtime.messages import messages_of

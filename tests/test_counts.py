@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import nwise
 from nets import three
 from nwise.flow import find_flow
-from nwise.graph import add_gradients
 from nwise.schedule.actions import Action, Kind
+from nwise.stage.graph import add_gradients
 
 # Multiplications and additions of one matrix product of these layers.
 WIDTH, BATCH = 6, 4

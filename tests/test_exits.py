@@ -370,7 +370,7 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
     network = EarlyExit(list(pipe.stages), {k: pipe.heads[k] for k in thresholds}, thresholds, "classes")
     torch.save(network, tmp_path / "network.pt")
     names = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "network.pt")
-    assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise.heads.HeadDict"}
+    assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise.by_stage.HeadDict"}
     loaded = torch.load(tmp_path / "network.pt", weights_only=False)
     with torch.no_grad():
         assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise import capture
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
+from nwise.capture import capture
 from nwise.planning.allocation import allocated
 from ranks import captured as ranks
 from recorder import CpuGraphs

@@ -19,7 +19,7 @@ from nwise.schedule import PAPER, TRANSFORMER, Costs, best
 from nwise.schedule.ages import Ages, greedy_ages, message_ages, strategy_ages
 from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule
-from nwise.versions import InMemory, Recomputed
+from nwise.stage.versions import InMemory, Recomputed
 from test_delay import check
 
 RATE, STEPS, WIDTH = 0.5, 12, 4
@@ -463,7 +463,7 @@ def test_updates_by_any_write_are_seen_and_other_writes_refused(kind: type[InMem
 
 def test_distributed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their local parts cannot be told among the saved tensors."""
-    monkeypatch.setattr("nwise.versions.is_dtensor", lambda _: True)
+    monkeypatch.setattr("nwise.stage.versions.is_dtensor", lambda _: True)
     pipe = nwise.Pipeline(layers(2), None, nn.functional.mse_loss, "hogwild")
     with pytest.raises(
         ValueError, match="Stage 0 should have plain parameters under Hogwild .* Found a distributed one"

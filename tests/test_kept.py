@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import nwise
 from nwise.app.models import gpt
 from nwise.flow import flows_for
-from nwise.kept import Kept, keep
 from nwise.schedule.orders import make_schedule, phase, skewed
+from nwise.stage.kept import Kept, keep
 
 
 class Tied(nn.Module):

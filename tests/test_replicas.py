@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launch import results
 from nwise.runtime import replicas
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
 from ranks import mesh
 from ranks.replicated import CASES
 

@@ -88,8 +88,8 @@ def test_layer_that_is_compiled_later_is_noticed() -> None:
 def test_nothing_is_looked_up_again_without_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipeline()
     gradients(pipe)
-    monkeypatch.setattr("nwise.stage.Stage.survey", None)
-    monkeypatch.setattr("nwise.program.flows_for", None)
+    monkeypatch.setattr("nwise.stage.stage.Stage.survey", None)
+    monkeypatch.setattr("nwise.pipeline.program.flows_for", None)
     gradients(pipe)
 
 

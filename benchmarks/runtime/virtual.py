@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nwise.schedule import Action, Kind
 from nwise.schedule.costs import Prices
 from nwise.stage import Stage
-from nwise.tape import Cotangents, Tape
+from nwise.stage.tape import Cotangents, Tape
 
 _SPIN = 60e-6  # seconds that a sleep is late by at most on a quiet machine, which are spent awake
 _LARGE = 4096  # numbers of a message that takes existing memory

@@ -28,11 +28,11 @@ from nwise.tensors import as_tuple
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "random numbers by stage and step": {"nwise.randomness.Draws.begin": lambda *_: None},
-    "restoring after an error": {"nwise.step.restored_on_error": lambda *_: nullcontext()},
-    "changes of modules and parameters between steps": {"nwise.structure.Structure.is_current": True},
+    "restoring after an error": {"nwise.runtime.step.restored_on_error": lambda *_: nullcontext()},
+    "changes of modules and parameters between steps": {"nwise.runtime.structure.Structure.is_current": True},
     "changes in place, and what stages return": {
-        "nwise.stage.unchanged": lambda *_: nullcontext(),
-        "nwise.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),
+        "nwise.stage.stage.unchanged": lambda *_: nullcontext(),
+        "nwise.stage.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),
     },
     "what others see of this rank": {"nwise.runtime.executor.Doing": lambda *_: None},
 }

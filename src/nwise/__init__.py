@@ -1,5 +1,22 @@
 """nwise: train networks in stages, each loss's gradient travelling through only N of them.
 
+A map: each line imports only from those below it, and ends with what it hands up::
+
+    app                          the command `nwise`: recipes, data, the paper's networks, trainer, reports
+    training                     clipping, guards, optimizers for late gradients
+    checkpoint    planning       a run in files; a cut for given devices
+    pipeline      exits          what users call: arguments, settings, the cut of a batch   -> Pipeline
+    capture                      steps recorded on a GPU
+    runtime                      ranks, messages, the engine, one step                      -> losses, .grad
+    stage                        one stage's passes, and guards of its graphs               -> gradients
+    schedule                     the task graph, its orders, times and bounds               -> Schedule
+    flow                         the messages and passes that a credit matrix asks for      -> Flow
+    strategies    network, heads which loss trains which stage; how a model is cut          -> credit matrix, stages
+
+The files beside these packages are the ground: tensors, losses, micro-batches, random numbers, and torch's private names. To read
+the method, follow a matrix: `strategies.matrices`, `flow`, `schedule.graph`, `schedule.orders`, `stage.stage`, `runtime.engine`;
+`reference` is the definition that all of it is tested against.
+
 Names and submodules are imported at their first use, so `nwise --help` need not wait for torch.
 """
 
@@ -18,7 +35,7 @@ if TYPE_CHECKING:
     from nwise.network.chain import Chain
     from nwise.network.splitting import split
     from nwise.network.tied import untie
-    from nwise.pipeline import Pipeline
+    from nwise.pipeline.pipeline import Pipeline
     from nwise.planning.devices import Device
     from nwise.planning.plan import Plan
     from nwise.planning.planner import plan

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nwise.by_stage import HeadDict
 from nwise.certainty import (
     Confidence,
     Rule,
@@ -28,7 +29,6 @@ from nwise.certainty import (
     confidences,
     default_confidence,
 )
-from nwise.heads import HeadDict
 from nwise.microbatch import batch_size
 from nwise.runtime.processes import Processes
 from nwise.tensors import Tensors, as_inputs, call, each, run_module, unchanged

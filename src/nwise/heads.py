@@ -1,4 +1,4 @@
-"""Auxiliary heads: builders for any feature map or token sequence, and the container of a pipeline's heads.
+"""Builders of auxiliary heads, for any feature map or token sequence.
 
 B  batch    C  channels    T  sequence length    D  width    V  vocabulary
 """
@@ -31,43 +31,6 @@ __all__ = [
 ]
 
 WIDTHS = (128, 64)  # the paper's
-
-
-class HeadDict(nn.ModuleDict):
-    """A pipeline's heads, by the index of their stage: ``pipe.heads[2]``."""
-
-    def __getitem__(self, stage: int | str) -> nn.Module:
-        return super().__getitem__(str(stage))
-
-    def __setitem__(self, stage: int | str, head: nn.Module | None) -> None:
-        """Set a head; None removes it."""
-        if head is None:
-            self._modules.pop(str(stage), None)
-        else:
-            super().__setitem__(str(stage), head)
-
-    def __delitem__(self, stage: int | str) -> None:
-        super().__delitem__(str(stage))
-
-    def __contains__(self, stage: object) -> bool:
-        return super().__contains__(str(stage))
-
-    def by_stage(self, num_stages: int) -> list[nn.Module | None]:
-        """Return the head of each stage, None for a stage without one, as the last.
-
-        Raises:
-            ValueError: the last stage has a head, or a stage that does not exist.
-        """
-        if others := self._modules.keys() - set(map(str, range(num_stages - 1))):
-            raise ValueError(
-                "`heads` should belong to stages before the last, whose output goes to the loss. Found one of stage "
-                f"{min(others)} with {num_stages} stages; remove it, or make it a part of the last stage."
-            )
-        return [self._modules.get(str(k)) for k in range(num_stages)]
-
-    def get(self, stage: int) -> nn.Module | None:
-        """Return the head of a stage; None if it has none."""
-        return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
 
 
 def linear(shape: Sequence[int], num_classes: int) -> nn.Sequential:

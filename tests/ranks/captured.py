@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise import capture
+from nwise.capture import capture
 from ranks.common import DEVICE, digest, write
 from recorder import CpuGraphs
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import nwise
 from nwise.runtime.launch import start
 from nwise.runtime.replicas import Replicas, check_equal
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
 from ranks.common import RANK, closed, write
 
 cross_entropy = nn.functional.cross_entropy

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
-from nwise._summary import milliseconds, table
 from nwise.flow import flows_for
 from nwise.network.chain import Chain
+from nwise.pipeline.summary import milliseconds, table
 from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile

@@ -41,7 +41,7 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.partitions import Piece, check_enough, pieces_of
 from nwise.schedule.placement import make_placement
-from nwise.stage import LossFn
+from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_tuple

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nwise._summary import table
+from nwise.pipeline.summary import table
 from nwise.planning.devices import Device, limits
 from nwise.planning.plan import ALONE, Plan
 from nwise.planning.search import Cut, search

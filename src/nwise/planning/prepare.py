@@ -21,7 +21,7 @@ from nwise.network.splitting import cut_points, split
 from nwise.planning.profiling import Network, Profile
 from nwise.runtime.launch import check_same, default_store, exchange, start
 from nwise.schedule.costs import Costs
-from nwise.stage import LossFn
+from nwise.stage.stage import LossFn
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
 Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]

@@ -27,9 +27,9 @@ from nwise.planning.allocation import allocated
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.partitions import Piece
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
+from nwise.stage.tape import Tape
 from nwise.strategies import EndToEnd
-from nwise.tape import Tape
 from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 __all__ = ["Network", "Profile", "numbers_to_try", "profile"]

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from nwise.graph import add_gradients
-from nwise.kept import keep
 from nwise.planning.allocation import allocated
+from nwise.stage.graph import add_gradients
+from nwise.stage.kept import keep
 from nwise.tensors import Tensors, as_leaves, each, run_module
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nwise.runtime.shapes import Spec, make_spec
-from nwise.tape import Cotangents
+from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
 __all__ = ["Cast", "Compression", "Int8", "TopK", "Wire", "fingerprint", "parse_compression"]

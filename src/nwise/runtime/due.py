@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from nwise._hooks import add_to_grad
+from nwise.stage.hooks import add_to_grad
 
 Gradients = Mapping[Tensor, Tensor]
 

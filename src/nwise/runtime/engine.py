@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nwise._snapshot import restored_on_error
 from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
@@ -24,11 +23,12 @@ from nwise.runtime.ledger import same
 from nwise.runtime.messages import Messages, forwards_alone, messages_of
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
+from nwise.runtime.snapshot import restored_on_error
 from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Stage, learning
+from nwise.stage.stage import Stage, learning
 from nwise.tensors import Tensors, each, with_names
 
 __all__ = ["Engine"]

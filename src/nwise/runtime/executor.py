@@ -29,8 +29,8 @@ from nwise.runtime.shapes import Form, packed, unpacked
 from nwise.runtime.watch import Doing
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage import Stage
-from nwise.tape import Tape
+from nwise.stage.stage import Stage
+from nwise.stage.tape import Tape
 from nwise.tensors import Tensors, each, with_names
 
 Tell = Callable[[Action, float], None] | None  # called after each action with its start in seconds

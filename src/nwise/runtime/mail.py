@@ -14,7 +14,7 @@ from nwise.runtime.messages import Arc, Messages
 from nwise.runtime.processes import Processes
 from nwise.runtime.shapes import Form, check_sendable
 from nwise.schedule.actions import SENDS
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
 from nwise.tensors import Tensors
 
 

@@ -17,7 +17,7 @@ from nwise._dtensor import is_dtensor
 from nwise._looks import is_due
 from nwise.batchnorm import DeferredBatchNorm
 from nwise.randomness import derive
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
 
 BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
 

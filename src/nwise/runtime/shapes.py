@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
-from nwise.tape import Cotangents
+from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
 __all__ = ["Spec"]

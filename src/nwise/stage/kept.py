@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nwise._torch import has_custom
-from nwise.graph import leaves_first
+from nwise.stage.graph import leaves_first
 
 __all__ = ["Kept", "Part", "keep"]
 

@@ -23,7 +23,7 @@ from nwise._torch import BatchNorm, Norm, clear_forward_hooks, versions
 from nwise.held import held
 from nwise.microbatch import Batch, Dim, Parts
 from nwise.randomness import seeded
-from nwise.stage import Stage
+from nwise.stage.stage import Stage
 from nwise.tensors import Tensors, as_argument, as_tuple, call, each, like
 
 OTHERWISE = (

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from nwise._hooks import has_hooks, noted, resting
 from nwise._looks import is_due
 from nwise._torch import has_custom, has_foreign
-from nwise.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
-from nwise.tape import Look, Tape
+from nwise.stage.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
+from nwise.stage.hooks import has_hooks, noted, resting
+from nwise.stage.tape import Look, Tape
 
 
 @dataclass(slots=True)
@@ -55,11 +55,13 @@ class Guard:
     Attributes:
         graphs: number of graphs so far.
         writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
+        wary: whether any graph may add something, so `prepare` has to decide about each.
     """
 
     def __init__(self, owner: str, always: bool) -> None:
         self.graphs = 0
         self.writes: bool | None = None
+        self.wary = False
         self._owner, self._always = owner, always
         self._adds: bool | None = None  # whether a graph has added anything; None until a walk shows it
         self._functions = False  # whether a graph has had functions that are not torch's plain operations
@@ -107,6 +109,7 @@ class Guard:
         custom = has_custom(nodes)
         self._functions |= custom
         self._foreign |= has_foreign(nodes)
+        self.wary |= self._foreign
         look.suspect |= custom
         look.hooked = bool(seen.hooked) or has_hooks(nodes)
         if look.suspect or look.hooked:
@@ -167,6 +170,7 @@ class Guard:
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - share))
         self._adds = bool(self._adds) or any(added is not None for added in extra)
+        self.wary |= self._adds
 
     def _refuse_hooks(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], tape: Tape

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from nwise.flow import StageFlow
-from nwise.kept import Kept
 from nwise.microbatch import Batch
-from nwise.rerun import FirstRun
+from nwise.stage.kept import Kept
+from nwise.stage.rerun import FirstRun
+from nwise.stage.versions import Versions
 from nwise.tensors import Tensors
-from nwise.versions import Versions
 
 __all__ = ["Cotangents", "Tape"]
 

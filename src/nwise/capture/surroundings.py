@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nwise._torch import hooks_of
 from nwise.held import held
-from nwise.structure import Structure
+from nwise.runtime.structure import Structure
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CLOSED = (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Generator)

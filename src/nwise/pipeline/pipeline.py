@@ -10,35 +10,35 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import nwise._arguments as arguments
-from nwise._arguments import ModuleOrFactory, Planned
 from nwise._compiled import allow_several_passes
-from nwise._habits import Habits
-from nwise._hooks import Hooks
-from nwise._settings import Settings
 from nwise.batchnorm import warn_of_microbatches
-from nwise.capture import capture_of
-from nwise.cutting import Cutter
+from nwise.by_stage import HeadDict
+from nwise.capture.capture import capture_of
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
-from nwise.heads import HeadDict
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
-from nwise.program import Program
+from nwise.pipeline import arguments
+from nwise.pipeline.arguments import ModuleOrFactory, Planned
+from nwise.pipeline.cutting import Cutter
+from nwise.pipeline.habits import Habits
+from nwise.pipeline.program import Program
+from nwise.pipeline.settings import Settings
 from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
 from nwise.runtime.processes import build_modules
+from nwise.runtime.step import Step
+from nwise.runtime.structure import Structure
 from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.named import Order, check_order
 from nwise.schedule.schedule import Schedule
-from nwise.stage import LossFn, Stage, learning
-from nwise.step import Step
+from nwise.stage.hooks import Hooks
+from nwise.stage.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
-from nwise.structure import Structure
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 __all__ = ["Pipeline"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from nwise._arguments import check_target
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
-from nwise.rerun import random_states_kept
+from nwise.pipeline.arguments import check_target
+from nwise.pipeline.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
-from nwise.separable import WatchedLoss, check_network, joined
-from nwise.stage import LossFn, Stage
+from nwise.stage.rerun import random_states_kept
+from nwise.stage.stage import LossFn, Stage
 from nwise.tensors import as_inputs, like
 from nwise.terms import make_terms
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from nwise._arguments import warn_of_wide_windows
 from nwise.batchnorm import warn_of_microbatches
 from nwise.checks import check_at_least
+from nwise.pipeline.arguments import warn_of_wide_windows
 from nwise.schedule.named import Order, check_order
-from nwise.stage import LossFn, Stage
+from nwise.stage.stage import LossFn, Stage
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from nwise._summary import count, describe
+from nwise.by_stage import HeadDict
 from nwise.flow import flows_for
-from nwise.heads import HeadDict
+from nwise.pipeline.summary import count, describe
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.named import Order, choose

@@ -26,15 +26,16 @@ from torch import Tensor, nn
 
 from nwise._looks import is_due
 from nwise.auxiliary import PRESENT
-from nwise.graph import add_gradients, without_updates
-from nwise.guard import Guard, Noted
-from nwise.kept import keep
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
-from nwise.rerun import FirstRun
 from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.tape import Cotangents, Look, Tape
+from nwise.stage.graph import add_gradients, without_updates
+from nwise.stage.guard import Guard, Noted
+from nwise.stage.kept import keep
+from nwise.stage.rerun import FirstRun
+from nwise.stage.tape import Cotangents, Look, Tape
+from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions, holding
 from nwise.tensors import (
     Tensors,
     as_argument,
@@ -45,7 +46,6 @@ from nwise.tensors import (
     run_unchanged,
     unchanged,
 )
-from nwise.versions import InMemory, Recomputed, Stashed, Versions, holding
 
 __all__ = ["LossFn", "Stage"]
 
@@ -302,8 +302,9 @@ class Stage:
                 seeds = tape.cotangents(message, apart=guard.writes is not False or self._always)
                 pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
                 outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
-                everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
-                if pairs:
+                everything: list[Tensor] = []  # that a pass of the micro-batch may want
+                if pairs and (guard.wary or look.suspect or look.hooked):
+                    everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
                     guard.prepare(outputs, cotangents, everything, look, tape)
                 keeps = keeps and not look.suspect
                 learns = self._leaves(tape) if weights or keeps else []

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._dtensor import is_dtensor
-from nwise._hooks import add_to_grad, noted
 from nwise._torch import version
 from nwise.modes import in_modes, modes_in
+from nwise.stage.hooks import add_to_grad, noted
 
 
 class Versions(ABC):

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nwise._looks import is_due
 from nwise._torch import versions
 from nwise.runtime.processes import Processes
-from nwise.stage import Stage, learning
+from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
 
 _UPDATES = 2  # updates without a head after which there is a warning

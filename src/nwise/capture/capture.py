@@ -31,15 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
+from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
+from nwise.capture.surroundings import Surroundings
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
-from nwise.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
-from nwise.rerun import random_states_kept
 from nwise.runtime.executor import Memory
 from nwise.runtime.processes import Processes
-from nwise.step import Step
-from nwise.surroundings import Surroundings
+from nwise.runtime.step import Step
+from nwise.stage.rerun import random_states_kept
 from nwise.tensors import Tensors, each, names
 
 __all__ = ["Capture"]

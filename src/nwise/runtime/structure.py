@@ -19,8 +19,8 @@ from operator import is_
 
 from torch import Tensor, nn
 
-from nwise._snapshot import STATEFUL
 from nwise._torch import compiled_calls
+from nwise.runtime.snapshot import STATEFUL
 
 
 class Structure:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nwise._hooks import Hooks
-from nwise._snapshot import deferred_norms, restored_on_error
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
 from nwise.runtime.executor import Memory
+from nwise.runtime.snapshot import deferred_norms, restored_on_error
+from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
-from nwise.structure import Structure
+from nwise.stage.hooks import Hooks
 from nwise.terms import Terms
 
 __all__ = ["Step"]
