@@ -141,8 +141,9 @@ def test_predicted_peak_is_that_of_a_step(
     data = config.load()[0]
     pipe = make_pipeline(config, data, config.phases(1)[0][1])
     x, y = data.batch(torch.arange(config.batch_size))
-    pipe.step(x, target=y)
-    pipe.zero_grad()
+    for _ in range(2):  # reruns number 1, 2, 4 and 8 keep a copy to compare
+        pipe.step(x, target=y)
+        pipe.zero_grad()
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
 
     schedule, costs = planned(profiles[network], strategy, m, "depth-first")
@@ -209,8 +210,9 @@ def test_predicted_peak_of_stages_of_many_pieces(num_stages: int, m: int) -> Non
     )
     pipe = nwise.Pipeline(nwise.split(model, at=made.at), strategy="end-to-end", num_microbatches=m)
     pipe.schedule = made.timed.schedule
-    pipe.step(x, target=y)
-    pipe.zero_grad()
+    for _ in range(2):  # reruns number 1, 2, 4 and 8 keep a copy to compare
+        pipe.step(x, target=y)
+        pipe.zero_grad()
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
     schedule, costs = made.timed.schedule, made.timed.costs
     assert made.timed.peak_bytes[0] - fixed_bytes(schedule, costs)[0] == pytest.approx(measured, rel=0.1)

@@ -15,7 +15,7 @@ What is not a tensor is JSON among the facts, one object for each process of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -170,6 +170,9 @@ class SavedOptimizer:
                 del self._states[name]
         self.fresh: dict[str, Tensor] = {}
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
+        for name in self._parameters:
+            if name in self._states and (lost := _stray(self._states[name], f"optimizer.{name}.", layout)):
+                raise LookupError(lost)
 
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
@@ -247,6 +250,21 @@ class SavedOptimizer:
                 else torch.empty_like(p.detach(), dtype=like.dtype, device=None if is_dtensor(p) else device)
             )
         return self.fresh[name]
+
+
+def _stray(packed: Any, prefix: str, layout: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor of a parameter's state that its JSON lacks; nothing if there is none."""
+    of_state = {name for name in layout if name.startswith(prefix) and "." not in name.removeprefix(prefix)}
+    return min(of_state.difference(_names_in(packed)), default="")
+
+
+def _names_in(packed: Any) -> Iterator[str]:
+    """Iterate over the names of tensors in JSON that `pack` has made, and other texts."""
+    if isinstance(packed, str):
+        yield packed
+    elif isinstance(packed, list | dict):
+        for part in packed.values() if isinstance(packed, dict) else packed:
+            yield from _names_in(part)
 
 
 def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:

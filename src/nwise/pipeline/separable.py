@@ -186,11 +186,10 @@ def _double(module: nn.Module, *, training: bool) -> Callable[[], nn.Module]:
     """Return a function that makes copies of a module, in evaluation mode or as it is; their runs leave it as it is."""
     # Parameters are copied too, once, as a forward may change them. Neither gradients nor an optimizer need memory yet.
     double = copy.deepcopy(module)
-    for inner in double.modules():
-        inner.training = inner.training and training and not isinstance(inner, Norm)  # nwise warns of torch's own
     outside = set(held(module).modules)  # what says that it cannot be copied stays as it is
-    unregistered = [inner.train(training) for inner in held(double).modules if inner not in outside]
+    unregistered = [inner for inner in held(double).modules if inner not in outside]
     for inner in (*double.modules(), *unregistered):
+        inner.training = inner.training and training and not isinstance(inner, Norm)  # nwise warns of torch's own
         if isinstance(vars(inner).get("forward"), FunctionType):
             raise TypeError("A function in place of `forward` still calls the original module.")
         clear_forward_hooks(inner)  # they may keep what they see

@@ -34,6 +34,9 @@ from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
 __all__ = ["Network", "Profile", "numbers_to_try", "profile"]
 
+# The flow of a single stage. Made here, because among the fake tensors of a prediction no value can be read.
+_ALONE = find_flow(EndToEnd().credit(1)).stages[0]
+
 _WHAT = "The output of a piece"
 
 
@@ -173,14 +176,14 @@ def numbers_to_try(microbatches: Any, size: int | None = None, modules: Iterable
 
 def _action_overhead() -> float:
     """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
-    layer, flow = nn.Linear(1, 1), find_flow(EndToEnd().credit(1)).stages[0]
+    layer = nn.Linear(1, 1)
     stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
     stage.survey(layer, None)
     x = torch.zeros(1, 1)
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(flow, batch, 0, flow.passes, inputs=(x,))
+        tape = Tape(_ALONE, batch, 0, _ALONE.passes, inputs=(x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 

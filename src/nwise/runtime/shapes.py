@@ -13,9 +13,8 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nwise._dtensor import is_dtensor
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
@@ -150,7 +149,9 @@ def _unsendable(tensor: Tensor, device: torch.device) -> str:
         return str(tensor.layout).removeprefix("torch.")
     if tensor.device.type != device.type:
         return f"on the device {tensor.device.type!r}"
-    known = type(tensor) in (Tensor, nn.Parameter) or is_dtensor(tensor)
+    known = (
+        type(tensor).__module__.partition(".")[0] == "torch"
+    )  # such as `nn.Parameter`, or one that waits for its values
     return "" if known else f"a {type(tensor).__name__}, a class that would not travel with its values"
 
 
