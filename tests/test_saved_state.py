@@ -470,3 +470,41 @@ def test_checkpoints_without_safetensors_name_the_extra(tmp_path: Path, monkeypa
     with pytest.raises(ImportError, match=r"A checkpoint needs safetensors, .* `pip install 'nwise\[checkpoint\]'`"):
         Checkpoints(tmp_path / "run", pipe)
     assert not list(tmp_path.iterdir())
+
+
+class Copied(nn.Linear):
+    """Its state dict holds copies, as a quantiser's does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "halves"] = self.weight.detach().clone()
+
+
+class Extra(nn.Linear):
+    """It has a state beside its tensors."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(1)
+
+
+class Graph(nn.Linear):
+    """It has a sparse buffer."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(width, out)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Copied, "'model.0.halves', which the module's state dict makes anew"),
+        (Extra, "'model.0._extra_state', which the module's state dict makes anew"),
+        (Graph, "'model.0.adjacency', torch.sparse_coo; keep its indices"),
+    ],
+)
+def test_states_that_could_not_be_loaded_are_refused(kind: Any, found: str, tmp_path: Path) -> None:
+    """Regression: they were saved, and the fresh values stayed on resuming; a sparse buffer failed in the first save, unnamed."""
+    pipe = nwise.Pipeline(list(nwise.split(nn.Sequential(kind(3, 3), nn.Linear(3, 2)), at=1)), strategy="end-to-end")
+    with pytest.raises(TypeError, match=f"The state of a module should .*Found {found}"):
+        Checkpoints(tmp_path, pipe, None)
+    assert not list(tmp_path.iterdir())

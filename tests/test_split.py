@@ -674,3 +674,44 @@ def test_untie_copies_shared_buffers() -> None:
         block.register_buffer("table", table)
     assert nwise.untie(nn.Sequential(*blocks)) == ["1.table"]
     assert blocks[1].table is not table
+
+
+class Between(nn.Module):
+    """Three layers with code between the first two."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.third(self.second(self.between(self.first, x)))
+        return y
+
+
+def _reversed(layer: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = layer(x)
+    if y.requires_grad:
+        y.register_hook(lambda g: -g)
+    return y
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda layer, x: layer(x).detach(),
+        lambda layer, x: 0.1 * layer(x) + 0.9 * layer(x).detach(),
+        lambda layer, x: torch.no_grad()(layer)(x),
+        _reversed,
+    ],
+)
+def test_gradients_that_change_between_modules_are_refused(between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """Regression: only outputs were compared, which a `detach` between two modules does not change."""
+    model = Between(between)
+    x = torch.randn(2, 4)
+    with pytest.raises(ValueError, match="Found another gradient of 'first.weight' for `example`: the model detaches"):
+        nwise.split(model, at=["second", "third"], example=x)
+    assert all(p.grad is None for p in model.parameters())
+    plain = Between(lambda layer, x: layer(x))
+    plain.first.requires_grad_(False)
+    assert len(nwise.split(plain, at=["second", "third"], example=x)) == 3

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
     from nwise.training.clip import clip_grad_norm_
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Blocks",
