@@ -5,6 +5,7 @@ The last two show pages, and need Chromium; BROWSER names another browser of its
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -257,8 +258,13 @@ def digest(sources: Sequence[str]) -> str:
     return sha256(b"".join((ROOT / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 
-def main(*names: str) -> None:
-    """Draw the figures of these names, by default all, into docs/."""
+def main() -> None:
+    """Draw figures into docs/."""
+    parser = argparse.ArgumentParser(description="Draw the figures of the manual into docs/.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(FIGURES)}")
+    names = parser.parse_args().names
+    if unknown := set(names) - set(FIGURES):
+        parser.error(f"a figure should be one of {', '.join(FIGURES)}. Found {', '.join(sorted(unknown))}.")
     for name in names or FIGURES:
         path = ROOT / "docs" / f"{name}.png"
         FIGURES[name](path)
@@ -277,4 +283,4 @@ def note(path: Path, **texts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

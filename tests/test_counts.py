@@ -80,7 +80,7 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
         add_gradients(roots, seeds, leaves, retain_graph=retain_graph)
 
     for place in ("stage", "guard"):
-        monkeypatch.setattr(f"nwise.{place}.add_gradients", counting)
+        monkeypatch.setattr(f"nwise.stage.{place}.add_gradients", counting)
     actions: list[Action] = []
     pipe.on_action = actions.append
     pipe.step(torch.randn(7, WIDTH))

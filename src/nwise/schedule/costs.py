@@ -49,7 +49,7 @@ class Costs:
             with the default 1, `bandwidth` counts messages.
         activation_bytes: memory of one micro-batch between its forward and its last pass, without its output; default: 1.
         output_bytes: the output of a stage, and each gradient to it, in memory; default: 0.
-        cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.kept`); default: 0.
+        cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.stage.kept`); default: 0.
         gradient_bytes: gradients of a stage's parameters, from the first W of a step to its update; default: 0.
         head_gradient_bytes: the same for the stage's head, from its first H; default: 0.
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions (`Hogwild` with weights in

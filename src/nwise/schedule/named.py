@@ -7,7 +7,7 @@
     interleaved-1f1b  1f1b with several stages on a rank, one after every round of the ranks
     zb-v              zero-bubble with two stages on a rank, down and up again in the shape of a V
 
-The split keeps the cotangents of all layers between I and W (`nwise.kept`).
+The split keeps the cotangents of all layers between I and W (`nwise.stage.kept`).
 """
 
 from __future__ import annotations
