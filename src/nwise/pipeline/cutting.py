@@ -100,11 +100,10 @@ class Cutter:
         if cuts > 1 and (cuts, heads) not in self._seen:
             # The stages from the first one on are compared before the step, and the others by what they get in it.
             rest = here
-            if parts.whole is not None and here[0].index == 0:
+            if here[0].index == 0 and parts.whole is not None:
                 with self._processes.watched(None), random_states_kept():
                     rest = check_network(here, heads, parts.whole, parts.inputs, parts.sizes, parts.weights(self.terms))
             batch.watched.update(stage.index for stage in rest)
-            self._seen.add((cuts, heads))
         losses = [
             WatchedLoss(stage, parts)
             for stage in here
@@ -121,7 +120,7 @@ class Cutter:
         if rest:
             with self._processes.watched(None), random_states_kept():
                 _check_entered(rest, heads, parts, batch)
-        self._seen |= {kind, *((cuts, loss.stage.index) for loss in losses)}
+        self._seen |= {kind, (cuts, heads), *((cuts, loss.stage.index) for loss in losses)}
 
 
 def _check_entered(stages: Sequence[Stage], heads: frozenset[int], parts: Parts, batch: Batch) -> None:

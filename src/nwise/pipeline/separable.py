@@ -116,7 +116,7 @@ def _alone(
     return made
 
 
-_DEPTH = 8  # from `_alone` through `Step.run` and `step` to the training loop
+_DEPTH = 7  # from `_alone` through `Step.run` and `step` to the training loop
 
 
 def _outputs(
