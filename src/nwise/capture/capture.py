@@ -71,7 +71,7 @@ class Recording:
 
 
 @dataclass
-class Kind:
+class StepKind:
     """Steps of one kind.
 
     Attributes:
@@ -94,7 +94,7 @@ class Capture:
 
     def __init__(self, losses: Sequence[Any]) -> None:
         self._losses = losses
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[Hashable, StepKind] = {}
         self._graphs: Graphs | None = None
         self._surroundings: Surroundings | None = None
         self._changes = 0
@@ -137,10 +137,10 @@ class Capture:
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
 
-    def _kind(self, key: Hashable) -> Kind | None:
+    def _kind(self, key: Hashable) -> StepKind | None:
         """Return the kind of a step; None, with a warning the first time, if there are too many."""
         if key in self._kinds or len(self._kinds) < _LIMIT:
-            return self._kinds.setdefault(key, Kind())
+            return self._kinds.setdefault(key, StepKind())
         if not self._full:
             self._full = True
             warnings.warn(
@@ -150,7 +150,7 @@ class Capture:
             )
         return None
 
-    def _eagerly(self, step: Step, kind: Kind) -> Results:
+    def _eagerly(self, step: Step, kind: StepKind) -> Results:
         """Run a step eagerly, and note who draws random numbers."""
         if self._graphs is None:
             self._graphs = make_graphs(step.engine.device)
@@ -165,7 +165,7 @@ class Capture:
                 self._stop(f"`{name}` changes in every step")
         return results
 
-    def _record(self, step: Step, kind: Kind) -> Recording:
+    def _record(self, step: Step, kind: StepKind) -> Recording:
         """Record a step; if it cannot be, everything is as before."""
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns

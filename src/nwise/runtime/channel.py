@@ -1,7 +1,7 @@
 """Channels: one direction between two ranks, for activations and gradients.
 
 There is one channel from every rank to every rank that it sends to. In every call it carries the messages of its plan in the
-order of their sends. So messages need no tags, which nccl does not have. The first message of a shape follows a header
+order of their sends, so nothing has to name a message; nccl has no tags. The first message of a shape follows a header
 (`nwise.runtime.ledger`). On CPUs the receiver has its next receive posted, so a message travels at once while both sides compute.
 Posting takes as long as a small message. Two receives are therefore posted right after a send, when no rank waits, and a message
 that has arrived is taken without another post:
@@ -39,7 +39,7 @@ from torch.distributed import ProcessGroup
 
 from nwise._torch import versions
 from nwise.randomness import derive
-from nwise.runtime.ledger import Key, Label, Ledger, Message, MessagePlan, Window
+from nwise.runtime.ledger import Expected, Key, Label, Ledger, MessagePlan, Window
 from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
 from nwise.schedule.actions import SENDS, Kind
 from nwise.tensors import Tensors
@@ -90,7 +90,7 @@ class Sender:
 
     def __init__(self, link: Link) -> None:
         self._link, self._ledger = link, Ledger()
-        self._next: Iterator[Message] = iter(())
+        self._next: Iterator[Expected] = iter(())
         self.num_bytes: dict[Kind, int] = {}
         self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
         self._last: tuple[Key, Tensors, list[int]] | None = None  # the message before, with the version of each tensor
@@ -138,7 +138,7 @@ class Sender:
         message = next(self._next)
         self._send(self._header(message, ()), _tag(message))
 
-    def _header(self, message: Message, specs: Specs) -> Tensors:
+    def _header(self, message: Expected, specs: Specs) -> Tensors:
         return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
 
     def _send(self, tensors: Tensors, tag: int) -> None:
@@ -176,7 +176,7 @@ class Posted(NamedTuple):
         works: the receives.
     """
 
-    message: Message
+    message: Expected
     tensors: Tensors
     works: list[Any]
 
@@ -186,8 +186,8 @@ class Receiver:
 
     def __init__(self, link: Link) -> None:
         self._link, self._ledger = link, Ledger()
-        self._due: deque[Message] = deque()  # messages of the calls so far that are not posted
-        self._ahead: Iterator[Message] = iter(())  # those of the calls to come, if these are foreseen
+        self._due: deque[Expected] = deque()  # messages of the calls so far that are not posted
+        self._ahead: Iterator[Expected] = iter(())  # those of the calls to come, if these are foreseen
         self._posted: deque[Posted] = deque()
         self._arrived: defaultdict[Key, deque[tuple[Tensors, Form]]] = defaultdict(deque)
         self._missing = 0  # number of messages of the calls so far that are still to be taken from the transport
@@ -219,10 +219,10 @@ class Receiver:
                 break
             posted.append(self._post(message))
 
-    def _upcoming(self) -> Message | None:
+    def _upcoming(self) -> Expected | None:
         return self._due.popleft() if self._due else next(self._ahead, None)
 
-    def _post(self, message: Message) -> Posted:
+    def _post(self, message: Expected) -> Posted:
         form = self._ledger.form(message)
         return Posted(message, *self._receive((HEADER,) if form is None else form.parts, _tag(message)))
 
@@ -254,7 +254,7 @@ class Receiver:
         _wait(works, self._link.peer)
         self._arrived[message.key].append((tensors, form))
 
-    def _read(self, message: Message, header: Tensors, works: list[Any]) -> Specs:
+    def _read(self, message: Expected, header: Tensors, works: list[Any]) -> Specs:
         """Wait for the header of a message; return the specs in it, none for no mini-batch."""
         _wait(works, self._link.peer)
         content = read_header(header[0])
@@ -305,7 +305,7 @@ def start_all(
         receiver.start(plan, window, call)
 
 
-def _tag(message: Message) -> int:
+def _tag(message: Expected) -> int:
     if message.label is None:
         return _FORWARD_TAG
     return _TAG if message.form is None else _label_tag(message.label[2])

@@ -89,7 +89,7 @@ NOTHING = MessagePlan()
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class Expected:
     """A message that is to come.
 
     Args:
@@ -115,7 +115,7 @@ class Ledger:
         self.plan, self.steady = NOTHING, False
         self._window: Window = ()
         self._call = 0  # the next one
-        self._messages: dict[int, list[Message]] = {}
+        self._messages: dict[int, list[Expected]] = {}
         self._forms: dict[Hashable, Form] = {}
 
     def follows(self, plan: MessagePlan, window: Window, call: int) -> bool:
@@ -126,7 +126,7 @@ class Ledger:
         """Tell whether a call is one for which all messages before it must have been taken."""
         return (self.steady or plan != self.plan) and not self.follows(plan, window, call)
 
-    def begin(self, plan: MessagePlan, window: Window, call: int) -> list[Message]:
+    def begin(self, plan: MessagePlan, window: Window, call: int) -> list[Expected]:
         """Begin a call; return its messages.
 
         Args:
@@ -140,21 +140,21 @@ class Ledger:
         self._call = (call + 1) % len(plan.calls)
         return self._of(call)
 
-    def ahead(self) -> Iterator[Message]:
+    def ahead(self) -> Iterator[Expected]:
         """Iterate over the messages of the next calls, without end, if these follow the present one."""
         calls = len(self.plan.calls)
         return itertools.cycle([m for i in range(calls) for m in self._of((self._call + i) % calls)])
 
-    def _of(self, call: int) -> list[Message]:
+    def _of(self, call: int) -> list[Expected]:
         if call not in self._messages:
-            self._messages[call] = [Message(key, self._label(key, age)) for key, age in self.plan.calls[call]]
+            self._messages[call] = [Expected(key, self._label(key, age)) for key, age in self.plan.calls[call]]
         return self._messages[call]
 
     def _label(self, key: Key, age: int) -> tuple[Kind, int, Label] | None:
         labels = self._window[age]
         return None if labels is None else (key.kind, key.stage, labels[key.microbatch])
 
-    def form(self, message: Message) -> Form | None:
+    def form(self, message: Expected) -> Form | None:
         """Return the form of a message; None if it follows a header."""
         if message.form is None and message.label is not None:
             message.form = self._forms.get(message.label)
@@ -164,7 +164,7 @@ class Ledger:
         """Return the form of a message, of which there has been one for a micro-batch with this label."""
         return self._forms[key.kind, key.stage, label]
 
-    def enter(self, message: Message, specs: Specs) -> Form:
+    def enter(self, message: Expected, specs: Specs) -> Form:
         """Note the form of a message that has a header."""
         form = Form(specs, self.plan.parts(specs))
         if message.label is not None:
@@ -173,11 +173,11 @@ class Ledger:
                 del self._forms[next(iter(self._forms))]
         return form
 
-    def header(self, message: Message, specs: Specs) -> Any:
+    def header(self, message: Expected, specs: Specs) -> Any:
         """Return the content of the header of tensors with these specs, serialisable as JSON."""
         return [*self._facts(message), to_json(specs)]
 
-    def specs(self, message: Message, header: Any, peer: int) -> Specs:
+    def specs(self, message: Expected, header: Any, peer: int) -> Specs:
         """Return the specs in the header of a message.
 
         Args:
@@ -202,7 +202,7 @@ class Ledger:
             )
         return from_json(specs)
 
-    def _facts(self, message: Message) -> list[Any]:
+    def _facts(self, message: Expected) -> list[Any]:
         """Return what both ends should have alike."""
         if message.label is None:
             return [self.plan.digest, None]

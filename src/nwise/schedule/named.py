@@ -156,7 +156,7 @@ def named_schedule(name: str, flows: Flows, placement: Placement, ages: Ages | N
     if named.by_rank is not None and made_for:
         rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
         return make_schedule(name, flows, rule, placement, ages, costs=costs)
-    # One process keeps the order of the rule.
+    # Without a bound on its micro-batches, one process runs what the rule would, as far as one list for all stages can.
     cap = None if named.cap is None or num_ranks == 1 else min(named.cap(size), len(flows[0]))
     return make_schedule(name, flows, named.rule, placement, ages, costs=costs, cap=cap)
 
