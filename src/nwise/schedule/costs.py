@@ -189,7 +189,9 @@ class Prices:
             return self.input_grad + self.weight_grad + self.overhead
         if kind is Kind.WEIGHT_GRAD:
             return self.weight_grad + (0.0 if stage.fused is not None else self.chain) + self.overhead
-        return self.update
+        if kind is Kind.UPDATE:
+            return self.update
+        raise ValueError(f"Only computations and updates should have a price. Found {action}.")
 
 
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
