@@ -19,13 +19,13 @@ import nwise
 from architectures import tiny
 from launch import results
 from nwise.flow import flows_for
-from nwise.pipeline.program import Program
 from nwise.planning import planner, prepare
 from nwise.planning.devices import as_devices, orders
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
 from nwise.planning.profiling import Profile, profile
 from nwise.planning.search import Search, search
+from nwise.program.program import Program
 from nwise.schedule import Costs, best
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.memory import peak_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.pipeline.arguments import refuse_sharing
+from nwise.program.arguments import refuse_sharing
 from nwise.training.clip import Clip, ClipBy
 
 A, VOCABULARY = 3, 7

@@ -89,7 +89,7 @@ def test_nothing_is_looked_up_again_without_a_change(monkeypatch: pytest.MonkeyP
     pipe = pipeline()
     gradients(pipe)
     monkeypatch.setattr("nwise.stage.stage.Stage.survey", None)
-    monkeypatch.setattr("nwise.pipeline.program.flows_for", None)
+    monkeypatch.setattr("nwise.program.program.flows_for", None)
     gradients(pipe)
 
 

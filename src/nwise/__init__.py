@@ -5,7 +5,8 @@ A map: each line imports only from those below it, and ends with what it hands u
     app                          the command `nwise`: recipes, data, the paper's networks, trainer, reports
     training                     clipping, guards, optimizers for late gradients
     checkpoint    planning       a run in files; a cut for given devices
-    pipeline      exits          what users call: arguments, settings, the cut of a batch   -> Pipeline
+    pipeline                     what users call                                            -> Pipeline
+    program       exits          arguments, settings, the cut of a batch; early answers     -> steps
     capture                      steps recorded on a GPU
     runtime                      ranks, messages, the engine, one step                      -> losses, .grad
     stage                        one stage's passes, and guards of its graphs               -> gradients
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from nwise.network.chain import Chain
     from nwise.network.splitting import split
     from nwise.network.tied import untie
-    from nwise.pipeline.pipeline import Pipeline
+    from nwise.pipeline import Pipeline
     from nwise.planning.devices import Device
     from nwise.planning.plan import Plan
     from nwise.planning.planner import plan

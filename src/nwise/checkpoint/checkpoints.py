@@ -21,7 +21,7 @@ from nwise.checkpoint.lock import FolderLock
 from nwise.checkpoint.optimizer import after_first_state, refuse_foreign
 from nwise.checkpoint.weights import check_names
 from nwise.checks import check_at_least, check_optimizer, needed
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
 from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, main_state, plain_state, under
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
 # Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nwise._torch import plain_name
 from nwise.checkpoint.files import replacing
 from nwise.checks import needed
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from nwise.pipeline.summary import table
+from nwise.program.summary import table
 from nwise.runtime.engine import Recorder
 from nwise.runtime.processes import Processes
 from nwise.schedule.actions import COMPUTATIONS, Action

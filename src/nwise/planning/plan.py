@@ -9,10 +9,10 @@ from typing import Any
 
 from nwise.flow import flows_for
 from nwise.network.chain import Chain
-from nwise.pipeline.summary import milliseconds, table
 from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile
+from nwise.program.summary import milliseconds, table
 from nwise.runtime.processes import Processes
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.costs import Costs

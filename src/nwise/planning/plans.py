@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from nwise.pipeline.summary import table
 from nwise.planning.devices import Device, limits
 from nwise.planning.plan import ALONE, Plan
 from nwise.planning.search import Cut, search
+from nwise.program.summary import table
 from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.partitions import Piece

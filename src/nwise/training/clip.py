@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._dtensor import is_dtensor
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 
 __all__ = ["Clip", "ClipBy", "clip_grad_norm_", "clip_groups"]

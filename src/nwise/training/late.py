@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import COMPILED, plain_name
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
 
 __all__ = ["MuonWithAdam", "extrapolate", "hidden_matrices"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import plain_name
-from nwise.pipeline.pipeline import Pipeline
+from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 from nwise.training.clip import cycle_credit, squared_norm
 

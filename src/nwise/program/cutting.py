@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
-from nwise.pipeline.arguments import check_target
-from nwise.pipeline.separable import WatchedLoss, check_network, joined
+from nwise.program.arguments import check_target
+from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage.rerun import random_states_kept

@@ -6,7 +6,7 @@ from torch import nn
 
 from nwise.batchnorm import warn_of_microbatches
 from nwise.checks import check_at_least
-from nwise.pipeline.arguments import warn_of_wide_windows
+from nwise.program.arguments import warn_of_wide_windows
 from nwise.schedule.named import Order, check_order
 from nwise.stage.stage import LossFn, Stage
 from nwise.strategies import Strategy

@@ -18,12 +18,12 @@ from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_thre
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
-from nwise.pipeline import arguments
-from nwise.pipeline.arguments import ModuleOrFactory, Planned
-from nwise.pipeline.cutting import Cutter
-from nwise.pipeline.habits import Habits
-from nwise.pipeline.program import Program
-from nwise.pipeline.settings import Settings
+from nwise.program import arguments
+from nwise.program.arguments import ModuleOrFactory, Planned
+from nwise.program.cutting import Cutter
+from nwise.program.habits import Habits
+from nwise.program.program import Program
+from nwise.program.settings import Settings
 from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients

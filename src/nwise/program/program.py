@@ -13,7 +13,7 @@ from torch import nn
 
 from nwise.by_stage import HeadDict
 from nwise.flow import flows_for
-from nwise.pipeline.summary import count, describe
+from nwise.program.summary import count, describe
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import Flows, strategy_ages
 from nwise.schedule.named import Order, choose
