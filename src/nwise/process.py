@@ -67,8 +67,9 @@ def choose_gpu(index: int) -> None:
 
 
 def silence_profiler() -> None:
-    """Keep torch's profiler from announcing on standard error that it starts and stops."""
+    """Keep torch's profiler from announcing that it starts and stops, and torch 2.11 from warning that it keeps one cycle."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
 
 
 def _share_cores(local_ranks: int) -> None:
