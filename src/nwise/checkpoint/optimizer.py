@@ -253,18 +253,31 @@ class SavedOptimizer:
 
 
 def _stray(packed: Any, prefix: str, layout: Mapping[str, Tensor]) -> str:
-    """Return the name of a tensor of a parameter's state that its JSON lacks; nothing if there is none."""
+    """Return the name of a tensor of a parameter's state that its JSON does not have in its place; nothing if there is none."""
+    placed = {prefix + as_name(place).rstrip("_") for place in _places(packed)}
     of_state = {name for name in layout if name.startswith(prefix) and "." not in name.removeprefix(prefix)}
-    return min(of_state.difference(_names_in(packed)), default="")
+    return min((name for name in of_state if name.rstrip("_") not in placed), default="")
 
 
-def _names_in(packed: Any) -> Iterator[str]:
-    """Iterate over the names of tensors in JSON that `pack` has made, and other texts."""
-    if isinstance(packed, str):
-        yield packed
-    elif isinstance(packed, list | dict):
-        for part in packed.values() if isinstance(packed, dict) else packed:
-            yield from _names_in(part)
+def _no_tensor(name: str) -> Tensor:
+    raise LookupError(name)
+
+
+def _places(packed: Any, place: str = "") -> Iterator[str]:
+    """Iterate over the places of tensors in JSON that `pack` has made."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(packed, list):
+        pairs = enumerate(packed)
+    elif isinstance(packed, dict):
+        ((kind, content),) = packed.items()
+        if kind == "tensor":
+            yield place
+        elif kind == "dict":
+            pairs = ((unpack(key, _no_tensor), part) for key, part in content)
+        elif isinstance(content, list):
+            pairs = enumerate(content)
+    for key, part in pairs:
+        yield from _places(part, f"{place}/{key}" if place else str(key))
 
 
 def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:
