@@ -1,6 +1,6 @@
 """Trains with capture; returns every bit of losses, gradients and states, and what was recorded.
 
-On a CPU a recorder stands in the place of CUDA graphs.
+On a CPU a recorder replaces the CUDA graphs.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, so that no other process writes to it; ValueError if another process holds it."""
+        """Hold the folder's lock, so no other process writes to it; ValueError if another process holds it."""
         self._lock.acquire()
         try:
             yield
