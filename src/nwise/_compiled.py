@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nwise._torch import compile_call, is_compiled
-from nwise.process import keep_buffers
+from nwise.process import allow_variants, keep_buffers
 
 _MAX_VARIANTS = 256  # of all compiled modules, for training and for tests; torch's own bound for one function
 
@@ -34,4 +34,4 @@ def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "induc
         backend: backend of `torch.compile`; default: ``"inductor"``.
     """
     # All modules share one function, and torch stops compiling a function after 8 variants: a ninth module would run uncompiled.
-    compile_call(module, backend=backend, recompile_limit=_MAX_VARIANTS)
+    compile_call(module, backend=backend, **allow_variants(_MAX_VARIANTS))

@@ -18,6 +18,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     MODULE_CALLS         Module._call_impl, _wrapped_call_impl      none
     caches_...           nn.utils.parametrize._cache_enabled        none
     compiler_settings    _functorch.config                          none
+    tracer_settings      _dynamo.config                             options of `torch.compile`, since torch 2.13
     TorchDispatchMode    utils._python_dispatch                     none
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
@@ -26,7 +27,6 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -178,16 +178,13 @@ def compile_call(module: nn.Module, **options: Any) -> None:
 
     Args:
         module: the module.
-        options: those of `torch.compile`, with `recompile_limit` also for a torch that has it as a setting for all.
+        options: those of `torch.compile`.
     """
 
     # The compiler does not trace calls that begin in torch's files. So the call begins here.
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:  # torch before 2.13
-        settings = torch._dynamo.config
-        settings.recompile_limit = max(settings.recompile_limit, options.pop("recompile_limit", 0))
     module._compiled_call_impl = torch.compile(call, **options)
 
 
@@ -218,6 +215,11 @@ def compiler_settings() -> Any:
     import torch._functorch.config as settings
 
     return settings
+
+
+def tracer_settings() -> Any:
+    """Return the settings of the part of the compiler that reads Python, such as ``recompile_limit``."""
+    return torch._dynamo.config
 
 
 def memory_changes(profiler: profile, mark: str) -> list[int]:

@@ -26,6 +26,7 @@ handler.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import platform
 import signal
@@ -38,7 +39,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nwise._torch import compiler_settings
+from nwise._torch import compiler_settings, tracer_settings
 from nwise.machine import num_cores
 
 __all__ = ["choose_gpu", "use_one_thread"]
@@ -137,6 +138,18 @@ def keep_buffers() -> None:
     if settings.donated_buffer:
         torch.compiler.reset()
         settings.donated_buffer = False
+
+
+def allow_variants(most: int) -> dict[str, int]:
+    """Let a function be compiled in this many variants; return the option of `torch.compile` that does so.
+
+    Before version 2.13 torch has a setting for all functions instead, and the result is empty.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": most}
+    settings = tracer_settings()
+    settings.recompile_limit = max(settings.recompile_limit, most)
+    return {}
 
 
 def ignore_no_dist() -> None:
