@@ -103,7 +103,7 @@ class Capture:
     def run(self, step: Step) -> Results:
         """Run a step: fill every ``.grad``, and return the rest."""
         watched = step.on_action is not None or step.engine.recorder is not None
-        if self._failed or watched or step.parts.ask_gradients or torch.is_inference_mode_enabled():
+        if self._failed or watched or step.parts.ask_gradients:
             return step.run(Draws(step.seed))
         if step.schedule.oldest:
             raise ValueError(

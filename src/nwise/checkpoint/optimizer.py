@@ -15,7 +15,7 @@ What is not a tensor is JSON among the facts, one object for each process of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nwise._dtensor import is_dtensor
-from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
+from nwise.checkpoint.values import UnknownTypeError, as_name, pack, places, unpack
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
 _STEP = (".step", "/step")  # ends of the names of numbers of steps
@@ -254,30 +254,9 @@ class SavedOptimizer:
 
 def _stray(packed: Any, prefix: str, layout: Mapping[str, Tensor]) -> str:
     """Return the name of a tensor of a parameter's state that its JSON does not have in its place; nothing if there is none."""
-    placed = {prefix + as_name(place).rstrip("_") for place in _places(packed)}
+    placed = {prefix + as_name(place).rstrip("_") for place in places(packed)}
     of_state = {name for name in layout if name.startswith(prefix) and "." not in name.removeprefix(prefix)}
     return min((name for name in of_state if name.rstrip("_") not in placed), default="")
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise LookupError(name)
-
-
-def _places(packed: Any, place: str = "") -> Iterator[str]:
-    """Iterate over the places of tensors in JSON that `pack` has made."""
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(packed, list):
-        pairs = enumerate(packed)
-    elif isinstance(packed, dict):
-        ((kind, content),) = packed.items()
-        if kind == "tensor":
-            yield place
-        elif kind == "dict":
-            pairs = ((unpack(key, _no_tensor), part) for key, part in content)
-        elif isinstance(content, list):
-            pairs = enumerate(content)
-    for key, part in pairs:
-        yield from _places(part, f"{place}/{key}" if place else str(key))
 
 
 def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:

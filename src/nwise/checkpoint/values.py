@@ -10,7 +10,7 @@ A tensor becomes its name, and the caller stores it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -81,6 +81,27 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
     if kind == "dict":
         return {unpack(key, get): unpack(part, get) for key, part in content}
     return _SEQUENCES[kind]([unpack(part, get) for part in content])
+
+
+def places(packed: Any, place: str = "") -> Iterator[str]:
+    """Iterate over the places of the tensors in what `pack` has packed, as its `put` gets them."""
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(packed, list):
+        pairs = enumerate(packed)
+    elif isinstance(packed, dict):
+        ((kind, content),) = packed.items()
+        if kind == "tensor":
+            yield place
+        elif kind == "dict":
+            pairs = ((unpack(key, _refuse), part) for key, part in content)
+        elif kind in _SEQUENCES:
+            pairs = enumerate(content)
+    for key, part in pairs:
+        yield from places(part, f"{place}/{key}" if place else str(key))
+
+
+def _refuse(name: str) -> Tensor:
+    raise LookupError(name)  # no optimizer has tensors as keys
 
 
 def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def refuse_difference(
         with _repeatable(model, example):
             for module in chain:
                 hidden = as_tuple(run(module, hidden), what)
-            return hidden, _gradients(hidden, [*named.values()])
+            return hidden, _gradients(hidden, [*named.values()]) if torch.is_grad_enabled() else []
 
     for mode, where in ((evaluating, ""), (training, " in training mode")):
         expected = None
@@ -58,7 +58,7 @@ def refuse_difference(
         except AssertionError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{rule} Found another output for `example`{where}: {reason}") from error
-        if other := _other(named, found[1], expected[1]):
+        if mode is training and (other := _other(named, found[1], expected[1])):
             raise ValueError(
                 f"{rule} Found another gradient of {other!r} for `example`: the model detaches, scales or hooks a value between "
                 "two modules; do so in a module, and name it in `at`."

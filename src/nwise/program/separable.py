@@ -111,12 +111,9 @@ def _alone(
                 f"{name} should compute every sample alone in training mode, too. Found other values for the whole mini-batch "
                 f"than for its {len(sizes)} micro-batches, as of a batch normalisation that is written by hand, so the gradients "
                 f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}.",
-                stacklevel=_DEPTH,
+                stacklevel=7,  # from here through `_looking`, `Step.run` and `step` to the training loop
             )
     return made
-
-
-_DEPTH = 7  # from `_alone` through `Step.run` and `step` to the training loop
 
 
 def _outputs(

@@ -158,7 +158,7 @@ class Sender:
             for message in itertools.islice(self._ledger.ahead(), _AHEAD):
                 form = self._ledger.form(message)
                 specs = (HEADER,) if form is None else form.parts
-                self._send(tuple(torch.zeros(s.shape, dtype=s.dtype) for s in specs), _tag(message))
+                self._send(tuple(s.zeros(self._link.device) for s in specs), _tag(message))
                 if form is None:
                     break
         for _, works in self._on_the_way:

@@ -43,6 +43,10 @@ class Spec:
         """Allocate the tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    def zeros(self, device: torch.device) -> Tensor:
+        """Make the tensor of zeros."""
+        return self.empty(device).zero_()
+
     def __str__(self) -> str:
         name = f"{self.name}: " if self.name else ""
         return f"{name}{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
@@ -100,8 +104,7 @@ class Form:
 
     def zeros(self, device: torch.device) -> Tensors:
         """Return tensors like those of the message."""
-        zeros = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in self.specs]
-        return with_names(zeros, self.names)
+        return with_names([spec.zeros(device) for spec in self.specs], self.names)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -202,7 +205,7 @@ def packed(message: Cotangents, inputs: Specs, device: torch.device) -> tuple[Te
     gradients = [g for g, s in zip(message, inputs, strict=True) if s.has_gradient]
     absent = [i for i, g in enumerate(gradients) if g is None]
     pairs = zip(gradients, with_gradients(inputs), strict=True)
-    return tuple(torch.zeros(s.shape, dtype=s.dtype, device=device) if g is None else g for g, s in pairs), absent
+    return tuple(s.zeros(device) if g is None else g for g, s in pairs), absent
 
 
 def unpacked(tensors: Tensors, outputs: Specs) -> Cotangents:

@@ -55,13 +55,11 @@ class Guard:
     Attributes:
         graphs: number of graphs so far.
         writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
-        wary: whether any graph may add something, so `prepare` has to decide about each.
     """
 
     def __init__(self, owner: str, always: bool) -> None:
         self.graphs = 0
         self.writes: bool | None = None
-        self.wary = False
         self._owner, self._always = owner, always
         self._adds: bool | None = None  # whether a graph has added anything; None until a walk shows it
         self._functions = False  # whether a graph has had functions that are not torch's plain operations
@@ -76,6 +74,11 @@ class Guard:
     def unknown(self) -> bool:
         """Whether the graphs may add something, and no walk has shown yet whether they do."""
         return self._functions and self._adds is None
+
+    @property
+    def wary(self) -> bool:
+        """Whether any graph may add something, so `prepare` has to decide about each."""
+        return self._foreign or bool(self._adds)
 
     @contextmanager
     def watching(self, leaves: Sequence[Tensor]) -> Iterator[Noted]:
@@ -109,7 +112,6 @@ class Guard:
         custom = has_custom(nodes)
         self._functions |= custom
         self._foreign |= has_foreign(nodes)
-        self.wary |= self._foreign
         look.suspect |= custom
         look.hooked = bool(seen.hooked) or has_hooks(nodes)
         if look.suspect or look.hooked:
@@ -130,9 +132,8 @@ class Guard:
             ValueError: hooks of hidden tensors add to gradients.
         """
         # A coefficient may grow from zero at any step, so the first micro-batch of each looks.
-        if not look.suspect and self._adds:
-            look.suspect = True
-        elif not look.suspect and self._foreign and tape.share != 1 and self._owner not in tape.batch.looked:
+        looks = self._foreign and tape.share != 1 and self._owner not in tape.batch.looked
+        if not look.suspect and (self._adds or looks):
             tape.batch.looked.add(self._owner)
             look.suspect = True
         if look.hooked and not look.suspect:
@@ -170,7 +171,6 @@ class Guard:
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - share))
         self._adds = bool(self._adds) or any(added is not None for added in extra)
-        self.wary |= self._adds
 
     def _refuse_hooks(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], tape: Tape
