@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 RANKS = Path(__file__).parent / "ranks"
 Done = subprocess.CompletedProcess[str]
 
+# What torch's C++ says of the network around it (names that no server knows) is none of what the ranks said.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # What a rank imports takes seven seconds; the server has it before it forks. It looks for it where the environment says.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(RANKS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

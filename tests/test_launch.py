@@ -114,7 +114,8 @@ def test_destroyed_process_group_leaves_no_error(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     done = forked(2, [str(script)], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr, done.stderr
 
 
 def test_default_group_beside_a_gpu_carries_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
