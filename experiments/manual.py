@@ -89,7 +89,7 @@ def latency(path: Path) -> None:
 def stages(path: Path) -> None:
     """Draw the planned steps against the number of stages, on fast and on slow links."""
     rows = _records("planning/records/methods.jsonl")
-    with make_panels(1, path, rows=2, width=5.4, height=3.1, share=True) as (_, panels):
+    with make_panels(len(_COLUMNS), path, height=3.1, share=True) as (_, panels):
         for axes, (title, each) in zip(panels, _COLUMNS.items(), strict=True):
             points = {
                 name: sorted((r["devices"], r["period"]) for r in rows if (r["method"], r["latency"]) == (name, each))
@@ -131,7 +131,7 @@ def at_equal_time(name: str, wide: int, each: float) -> dict[int, float]:
 
 def equal_time(path: Path) -> None:
     """Draw the test loss of six methods at equal time, on fast and on slow links, at two widths."""
-    with make_panels(1, path, rows=2, width=5.4, height=2.8) as (figure, panels):
+    with make_panels(2, path, height=2.8) as (figure, panels):
         for axes, (title, each) in zip(panels, _COLUMNS.items(), strict=True):
             for row, name in enumerate(_ROWS):
                 for wide, (hollow, beside) in _WIDTHS.items():

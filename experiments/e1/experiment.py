@@ -113,7 +113,7 @@ def tables(runs: Runs) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Draw the paper's figure: N-wise left, double size right."""
+    """Draw the paper's figure: N-wise above, double size below."""
     panels = {"N-wise": list(_WISE), "stages of double size": ["1-wise", DOUBLE, "2-wise"]}
     lines_over_stages(runs, accuracy, panels, "test accuracy, %", path.with_suffix(".png"))
 

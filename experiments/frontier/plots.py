@@ -108,20 +108,18 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
         path: of the figure.
     """
     bands = len(arms) <= _BANDS
-    with make_panels(2, path, rows=2, width=4.6, height=3.8, share=True) as (figure, panels):
+    with make_panels(len(_AXES), path, width=6.4, height=3.6, share=True) as (figure, panels):
         for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
             stop = min(end(one) for one in arms)
             for one in arms:
                 _curve(axes, runs, one, steps_done, stop, band=bands)
-            axes.set(title=heading, xlabel=unit)
+            axes.set(title=heading, xlabel=unit, ylabel="test loss, nats a byte")
         ends = [runs.scores(loss, one.run_name).values() for one in arms]
         best = min(map(min, ends))
         panels[0].set_ylim(best - 0.03, max(best + 0.8, *(fmean(values) + 0.05 for values in ends)))
-        for axes in panels[::2]:
-            axes.set_ylabel("test loss, nats a byte")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(f"{title}: mean" + (", and 95 % interval where there are three seeds or more" if bands else ""))
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+        figure.suptitle(f"{title}: mean" + (", and 95 % interval of three seeds or more" if bands else ""))
 
 
 def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
@@ -133,7 +131,7 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
         path: of the figure.
     """
     shown = [(heading, *axis) for heading, axis in _AXES.items() if heading != "equal steps"]
-    with make_panels(len(shown), path, width=4.2, height=5.4, share=True) as (figure, panels):
+    with make_panels(len(shown), path, width=6.4, height=4.4, share=True) as (figure, panels):
         for axes, (heading, unit, steps_done, end) in zip(panels, shown, strict=True):
             stop = min(end(one) for one in arms)
 
@@ -143,9 +141,8 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
             for family in _FAMILIES:
                 if members := [one for one in arms if one.label in family]:
                     _curve(axes, runs, min(members, key=at_end), steps_done, stop)
-            axes.set(title=heading, xlabel=unit)
-            axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-        panels[0].set_ylabel("test loss, nats a byte")
+            axes.set(title=heading, xlabel=unit, ylabel="test loss, nats a byte")
+            axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
         lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
         panels[0].set_ylim(lowest - 0.03, lowest + 1.0)
         figure.suptitle("Best of each family, eight stages, Muon: mean and 95 % interval")

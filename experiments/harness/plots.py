@@ -36,11 +36,18 @@ def style(method: str) -> dict[str, Any]:
 
 @contextmanager
 def make_panels(
-    columns: int, path: Path, *, rows: int = 1, width: float = 4.2, height: float = 3.4, share: bool = False
+    count: int, path: Path, *, columns: int = 1, width: float = 5.4, height: float = 3.2, share: bool = False
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Yield a figure and its panels side by side, with a grid and without a frame; write it at the end."""
+    """Yield a figure and its panels, with a grid and without a frame; write it at the end.
+
+    Panels stand one below the other, so that a phone can show them.
+    """
+    rows = -(-count // columns)
     with new_figure(width * columns, height * rows, path) as figure:
-        panels = list(figure.subplots(rows, columns, squeeze=False, sharey=share).ravel())
+        places = list(figure.subplots(rows, columns, squeeze=False, sharey=share).ravel())
+        panels, empty = places[:count], places[count:]
+        for axes in empty:
+            axes.remove()
         for axes in panels:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
@@ -75,9 +82,8 @@ def lines_over_stages(runs: Runs, score: Score, panels: Mapping[str, Sequence[st
             for i, method in enumerate(methods):
                 columns = [list(runs.scores(score, method, a).values()) for a in stages]
                 _error_bars(axes, _beside(stages, i, len(methods), by=0.08), columns, style(method))
-            axes.set(title=title, xlabel="stages", xticks=stages)
+            axes.set(title=title, xlabel="stages", xticks=stages, ylabel=quality)
             legend(axes, 8)
-        all_axes[0].set_ylabel(quality)
 
 
 def _mean_curve(runs: Runs, method: str, stages: int, column: str, part: str = "") -> tuple[list[int], list[float]]:
@@ -96,18 +102,22 @@ def _mean_curve(runs: Runs, method: str, stages: int, column: str, part: str = "
 
 def accuracy_and_step_time(runs: Runs, slots: Mapping[str, float], stages: int, path: Path) -> None:
     """Draw accuracy against steps, and at the end against the slots that a step takes, for each method that has them."""
-    with make_panels(2, path, share=True) as (_, (left, right)):
+    with make_panels(2, path, share=True) as (_, (upper, lower)):
         for method, each in slots.items():
             steps, values = _mean_curve(runs, method, stages, "accuracy")
-            left.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
+            upper.plot(steps, [100 * value for value in values], **{**style(method), "markersize": 2.5})
             column = [list(runs.scores(accuracy, method, stages).values())]
-            _error_bars(right, [each], column, {**style(method), "markersize": 6})
-        left.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
-        right.set(title="at the end, against the time of a step", xlabel="slots a step, honest costs, best M")
+            _error_bars(lower, [each], column, {**style(method), "markersize": 6})
+        upper.set(title="accuracy against steps", xlabel="steps", ylabel="test accuracy, %")
+        lower.set(
+            title="at the end, against the time of a step",
+            xlabel="slots a step, honest costs, best M",
+            ylabel="test accuracy, %",
+        )
         last = [100 * value for method in slots for value in _mean_curve(runs, method, stages, "accuracy")[1][-1:]]
         if last:
-            left.set_ylim(min(last) - 8, max(last) + 4)
-        legend(left, 7)
+            upper.set_ylim(min(last) - 8, max(last) + 4)
+        legend(upper, 7)
 
 
 def loss_over_time(
@@ -119,7 +129,7 @@ def loss_over_time(
     """
     titles: dict[str, tuple[Costs | None, str]] = {"equal steps": (None, "")}
     titles |= {f"equal time, {name} costs": clock for name, clock in clocks.items()}
-    with make_panels(3, path, width=3.7, share=True) as (_, panels):
+    with make_panels(3, path, share=True) as (_, panels):
         for axes, (title, (clock, wanted)) in zip(panels, titles.items(), strict=True):
             ends = []
             for method in methods:
@@ -130,15 +140,18 @@ def loss_over_time(
                 ends += [step * each for step in steps[-1:]]
                 steps, values = _mean_curve(runs, method, stages, "train", part)
                 axes.plot([step * each for step in steps], values, ":", color=style(method)["color"], lw=1.2)
-            axes.set(title=title, xlabel="steps" if clock is None else "slots")
+            axes.set(
+                title=title,
+                xlabel="steps" if clock is None else "slots",
+                ylabel="loss, nats per token (dotted: in training)",
+            )
             axes.set_xlim(0, 1.02 * min(ends, default=1.0))
-        panels[0].set_ylabel("loss, nats per token (dotted: in training)")
         legend(panels[0], 7)
 
 
 def accuracy_of_heads(runs: Runs, methods: Sequence[str], num_stages: int, path: Path) -> None:
     """Draw the accuracy of the head of every stage."""
-    with make_panels(1, path, width=5.4, height=3.8) as (_, (axes,)):
+    with make_panels(1, path, height=3.8) as (_, (axes,)):
         for i, method in enumerate(methods):
             columns = [[v for v in runs.scores(head_accuracy(k), method).values() if v == v] for k in range(num_stages)]
             _error_bars(axes, _beside(range(1, num_stages + 1), i, len(methods)), columns, style(method))
@@ -160,22 +173,22 @@ def grid_of_fine_tuning(
     runs: Runs, methods: Sequence[str], grid: Mapping[tuple[int, float], Mapping[int, float]], path: Path
 ) -> None:
     """Draw equal time, and validation accuracy over the grid."""
-    with make_panels(2, path) as (_, (left, right)):
+    with make_panels(2, path) as (_, (upper, lower)):
         for i, method in enumerate(methods):
             values = list(runs.scores(accuracy, method).values())
-            _error_bars(left, [i], [values], {**style(method), "markersize": 6})
-        left.set(
+            _error_bars(upper, [i], [values], {**style(method), "markersize": 6})
+        upper.set(
             title="equal time", xticks=range(len(methods)), ylabel="test accuracy, %", xlim=(-0.5, len(methods) - 0.5)
         )
-        left.set_xticklabels(methods, fontsize=8)
+        upper.set_xticklabels(methods, fontsize=8)
         for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
             points = sorted(first for first, r in grid if r == rate)
             columns = [list(grid[first, rate].values()) for first in points]
             look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
-            _error_bars(right, points, columns, look)
+            _error_bars(lower, points, columns, look)
         firsts = sorted({first for first, _ in grid})
-        right.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
-        legend(right, 8)
+        lower.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
+        legend(lower, 8)
 
 
 def language_models(
@@ -186,16 +199,16 @@ def language_models(
     seconds: Mapping[tuple[str, int], float] | None = None,
 ) -> None:
     """Draw perplexity against the number of stages, and the time of a step: measured, or slots if nothing was."""
-    with make_panels(2, path) as (_, (left, right)):
+    with make_panels(2, path) as (_, (upper, lower)):
         for i, method in enumerate(methods):
             columns = [list(runs.scores(perplexity, method, a).values()) for a in stages]
-            _error_bars(left, _beside(stages, i, len(methods)), columns, style(method))
+            _error_bars(upper, _beside(stages, i, len(methods)), columns, style(method))
             if seconds:
                 times = {a: seconds[method, a] for a in stages if (method, a) in seconds}
             else:
                 times = {a: step_time(method, a, PAPER).slots for a in stages}
-            right.plot(list(times), list(times.values()), **style(method))
-        left.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
+            lower.plot(list(times), list(times.values()), **style(method))
+        upper.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
         unit = "seconds a step, measured, best M" if seconds else "slots a step, paper's costs"
-        right.set(xlabel="stages", ylabel=unit, xticks=stages, ylim=(0, None), title="step time")
-        legend(left, 8)
+        lower.set(xlabel="stages", ylabel=unit, xticks=stages, ylim=(0, None), title="step time")
+        legend(upper, 8)

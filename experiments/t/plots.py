@@ -40,14 +40,13 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
     if fitted(rows, MEASURED_STEPS) is not None:
         stages = sorted({row["A"] for row in measured_rows if row["what"] == MEASURED_STEPS})
         titles |= {(MEASURED_STEPS, a): f"A = {a}, Transformers" for a in stages}
-    with make_panels(len(titles), path, width=2.9, height=3.2) as (_, panels):
+    with make_panels(len(titles), path, columns=2, width=3.6) as (_, panels):
         for axes, ((what, a), title) in zip(panels, titles.items(), strict=True):
             slot = None if "transformer" in what else fitted(rows, what)
             for method in dict.fromkeys(row["method"] for row in measured_rows):
                 own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, a, method)]
                 _points(axes, own, method, slot)
-            axes.set(title=title, xlabel="micro-batches M")
-        panels[0].set_ylabel("ms per mini-batch (lines: modelled)")
+            axes.set(title=title, xlabel="micro-batches M", ylabel="ms per mini-batch (lines: modelled)")
         legend(panels[0], 8)
 
 
@@ -69,30 +68,30 @@ def _points(axes: Axes, own: Sequence[Row], method: str, slot: Slot | None) -> N
 
 
 def speed_up(rows: Sequence[Row], path: Path) -> None:
-    """Draw speed-ups: over GPipe by the paper's model left, over better baselines at costs as they are right."""
-    with make_panels(2, path, width=3.8) as (_, (left, right)):
+    """Draw speed-ups: over GPipe by the paper's model above, over better baselines at costs as they are below."""
+    with make_panels(2, path) as (_, (upper, lower)):
         over = {(r["A"], r["N"]): r["over_gpipe"] for r in rows if r["kind"] == "speed-up"}
         for i in range(1, 6):
             own = sorted((a, value) for (a, n), value in over.items() if n == i)
-            colour = style(f"{i}-wise")["color"] if i < 5 else COLOURS[5]
-            left.plot([a for a, _ in own], [value for _, value in own], color=colour, label=f"{i}-wise")
+            colour = style(f"{i}-wise")["color"] if i < 5 else COLOURS[7]
+            upper.plot([a for a, _ in own], [value for _, value in own], color=colour, label=f"{i}-wise")
         slot = Slot()
         for a in (2, 4, 8, 15, 24, 30):  # the best M of 2-wise at each point, as in the paper's figure
             if (a, 2) not in over:
                 continue
-            left.annotate(
+            upper.annotate(
                 str(slot.best_microbatches(a, min(2, a))), (a, over[a, 2]), fontsize=7, ha="center", va="bottom"
             )
-        left.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
-        left.set_ylabel("speed-up of a step, each at its best M")
+        upper.set(title="paper's model: over GPipe\n(numbers: best M of 2-wise)", xlabel="stages A")
+        upper.set_ylabel("speed-up of a step, each at its best M")
         times = {(r["method"], r["A"]): r["time"] for r in rows if r["kind"] == "honest"}
         stages = sorted({a for _, a in times})
         for i, (baseline, line) in enumerate((("1f1b", "--"), ("zero-bubble", "-"))):
             for name in ("2-wise", "3-wise"):
                 ratios = [times[baseline, a] / times[name, a] for a in stages]
                 look = {"color": style(name)["color"], "marker": "os"[i], "markersize": 3}
-                right.plot(stages, ratios, line, label=f"{name} over {baseline}", **look)
-        right.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
-        for axes in (left, right):
+                lower.plot(stages, ratios, line, label=f"{name} over {baseline}", **look)
+        lower.set(title="F = I = W = 1, head 0.5,\n0.02 an action", xlabel="stages A")
+        for axes in (upper, lower):
             axes.axhline(1, color="#555555", lw=0.8)
             legend(axes, 8)
