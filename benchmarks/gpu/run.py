@@ -3,7 +3,7 @@
     make gpu                                            # 25 minutes
     NCCL_MULTI_RANK_GPU_ENABLE=1 make gpu               # several ranks on one GPU, with nccl 2.31 or later
     python -m benchmarks.gpu --minutes 3 --device cpu --rehearse
-    python -m benchmarks.gpu --what capture --minutes 5     # captured steps alone: their tests, and what a step costs
+    python -m benchmarks.gpu capture --minutes 5     # captured steps alone: their tests, and what a step costs
 
 Each job writes records of its own that can be committed; ``records.jsonl`` has a line for every job: command, seconds, exit code.
 The checks come first, since no measurement is worth anything without them.
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import tyro
 
 from nwise.machine import num_cores, processor
 
@@ -128,18 +129,18 @@ def run(job: Job, environment: Mapping[str, str], seconds: float) -> int | str:
 
 
 def main(
+    what: tyro.conf.Positional[Literal["all", "capture"]] = "all",
     minutes: float = 25,
     device: str = "cuda",
     rehearse: bool = False,
-    what: Literal["all", "capture"] = "all",
 ) -> None:
     """Run the jobs.
 
     Args:
+        what: all jobs, or those of captured steps.
         minutes: time for all.
         device: cuda, or cpu to rehearse.
         rehearse: whether to make every job short.
-        what: all jobs, or those of captured steps.
     """
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(
