@@ -110,12 +110,35 @@ def shared_gpu() -> Iterator[Mapping[str, str]]:
                 subprocess.run([control], input="quit -t 5\n", text=True, env=environment, timeout=15, check=False)
 
 
-def run(job: Job, environment: Mapping[str, str], seconds: float) -> int | str:
-    """Run a job for at most so many seconds, and return its exit code; no process of it is left."""
+@contextmanager
+def repository(*, rehearse: bool) -> Iterator[Path]:
+    """Yield the folder in which jobs run: a copy in a rehearsal, so that it overwrites no record of a measurement."""
+    if not rehearse:
+        yield ROOT
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        names = shutil.ignore_patterns(".*", "runs", "_build", "__pycache__")
+        shutil.copytree(ROOT, folder, ignore=names, dirs_exist_ok=True)
+        yield Path(folder)
+
+
+def run(job: Job, root: Path, environment: Mapping[str, str], seconds: float) -> int | str:
+    """Run a job for at most so many seconds, and return its exit code; no process of it is left.
+
+    Args:
+        job: the job.
+        root: the folder in which it runs.
+        environment: its variables, without the job's own.
+        seconds: the longest time.
+    """
+    path = os.pathsep.join([str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     with ExitStack() as stack:
         variables = stack.enter_context(shared_gpu()) if "experiments" in job.words else {}
         process = subprocess.Popen(
-            [sys.executable, *job.words], cwd=ROOT, env={**environment, **variables}, start_new_session=True
+            [sys.executable, *job.words],
+            cwd=root,
+            env={**environment, **job.variables, **variables, "PYTHONPATH": path},
+            start_new_session=True,
         )
         try:
             return process.wait(seconds)
@@ -148,26 +171,26 @@ def main(
         )
     end = time.monotonic() + 60 * minutes
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "NWISE_REHEARSE": device if rehearse else ""}
-    for job in (jobs if what == "all" else capture_jobs)(device, rehearse=rehearse):
-        left = end - time.monotonic()
-        if left < 5:
-            print(f"no time left for {job.name}")
-            continue
-        print(f"--- {job.name}", flush=True)
-        start_time = time.monotonic()
-        code = run(job, {**environment, **job.variables}, min(left, 60 * job.minutes))
-        record = {
-            "job": job.name,
-            "command": " ".join(job.words),
-            "variables": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")} | dict(job.variables),
-            "device": name,
-            "torch": torch.__version__,
-            "seconds": round(time.monotonic() - start_time, 1),
-            "exit": code,
-        }
-        with (HERE / ("rehearsal.jsonl" if rehearse else "records.jsonl")).open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        if job.name == "checks" and code != 0:
-            sys.exit("nwise: the checks should pass before anything is measured. They failed.")
+    environment = {**os.environ, "NWISE_REHEARSE": device if rehearse else ""}
+    with repository(rehearse=rehearse) as root:
+        for job in (jobs if what == "all" else capture_jobs)(device, rehearse=rehearse):
+            left = end - time.monotonic()
+            if left < 5:
+                print(f"no time left for {job.name}")
+                continue
+            print(f"--- {job.name}", flush=True)
+            start_time = time.monotonic()
+            code = run(job, root, environment, min(left, 60 * job.minutes))
+            record = {
+                "job": job.name,
+                "command": " ".join(job.words),
+                "variables": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")} | dict(job.variables),
+                "device": name,
+                "torch": torch.__version__,
+                "seconds": round(time.monotonic() - start_time, 1),
+                "exit": code,
+            }
+            with (HERE / ("rehearsal.jsonl" if rehearse else "records.jsonl")).open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            if job.name == "checks" and code != 0:
+                sys.exit("nwise: the checks should pass before anything is measured. They failed.")
