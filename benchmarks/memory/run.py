@@ -462,8 +462,9 @@ def show() -> None:
     timed = {name: [row for row in rows if "samples_per_second" in row] for name, rows in on_cpu.items()}
     if not timed or not all(timed.values()):
         return
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    for axes, (name, rows) in zip(figure.subplots(1, len(timed), squeeze=False)[0], timed.items(), strict=True):
+    figure = Figure(figsize=(5.4, 3.2 * len(timed)), layout="constrained")  # panels one below the other, for phones
+    titles = {"convnet": "convolutional network", "gpt": "GPT", "resnet": "ResNet"}
+    for axes, (name, rows) in zip(figure.subplots(len(timed), 1, squeeze=False)[:, 0], timed.items(), strict=True):
         groups = {"autograd": "0.25", **{strategy: method_colour(strategy) for strategy in STRATEGIES}}
         points: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
         for row in rows:
@@ -473,11 +474,9 @@ def show() -> None:
             axes.scatter(*zip(*points[strategy], strict=True), color=colour, alpha=0.25, s=12, marker=marker)
             best = front(points[strategy])
             axes.plot(*zip(*best, strict=True), color=colour, label=strategy, marker=marker, markersize=4, linewidth=1)
-        axes.set_title(name)
-        axes.set_xlabel("peak of a step, MiB")
+        axes.set(title=titles[name], xlabel="peak of a step, MiB", ylabel="samples per second")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-    figure.axes[0].set_ylabel("samples per second")
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(HERE / "pareto.png", dpi=140)
