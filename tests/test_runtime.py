@@ -101,13 +101,13 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         assert seconds < 60, (kind, rank, after)
 
 
-# Eight steps have every size of a batch, more steps than the longest delay, and a look at what is pending. Eight processes on
+# Six steps have every size of a batch, more steps than the longest delay, and a look at what is pending. Eight processes on
 # two cores take longer than all other tests of this file.
 @pytest.mark.parametrize(
     ("num_ranks", "num_steps"),
     [
-        (2, 8),
-        (4, 8),
+        (2, 6),
+        (4, 6),
         pytest.param(2, 20, marks=pytest.mark.slow("the same for longer")),
         pytest.param(4, 20, marks=pytest.mark.slow("the same for longer")),
         pytest.param(8, 20, marks=pytest.mark.slow("eight processes on few cores")),
