@@ -154,6 +154,9 @@ def _run(arguments: list[str], said: str, folder: str) -> int:
     for number, end in ((1, ".out"), (2, ".err")):
         file = os.open(said + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
+    # Those of the server know what it wrote to: a file can be sought in, a pipe cannot.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     code: Any = 0
     try:
