@@ -58,12 +58,12 @@ def forked(
     variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
     if num_processes > 1:
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
-            "localhost", 0, is_master=True, wait_for_workers=False
-        )  # as torchrun's agent has one
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's agent has one; a name would have to be looked up
         variables |= {
             "WORLD_SIZE": str(num_processes),
             "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "localhost",
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
