@@ -27,6 +27,11 @@ settings.register_profile("fixed", derandomize=True, deadline=None, suppress_hea
 settings.load_profile("fixed")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for ``-n auto``: one more than cores, because tests of several processes often wait."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_finish() -> None:
     """Leave out of the garbage collection what the imports made: looking through it took a tenth of the time of all tests."""
     gc.collect()
