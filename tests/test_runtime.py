@@ -62,7 +62,7 @@ def faulty(kind: str, rank: int, after: int, folder: Path) -> tuple[list[str], f
     arguments = [str(RANKS / "faults.py"), "4", kind, str(rank), str(after), str(moment)]
     # Only these two are found by the limit; on a busy machine a rank that has no fault may be silent for two seconds, too.
     limit = "2" if kind in ("stall", "stop") else "30"
-    done = forked(4, arguments, folder, timeout=60, environment={"NWISE_TIMEOUT": limit})
+    done = forked(4, arguments, folder, environment={"NWISE_TIMEOUT": limit})
     seconds = time.time() - float(moment.read_text())
     assert done.returncode, done.stderr[-2000:]
     return re.findall(r"^nwise: (rank \d.*)$", done.stderr, re.MULTILINE), seconds
