@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,18 @@ SHARED = Path(os.environ.get("NWISE_DATA", Path(__file__).parents[2] / "shared" 
 # and one that does not answer would hold a test up for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Test processes and those that they start share compiled files, also where the shell asks for none; compiling takes seconds.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # The same examples in every run, on slow machines too.
 settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for ``-n auto``: one more than cores, because tests of several processes often wait."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:

@@ -58,12 +58,12 @@ def forked(
     variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
     if num_processes > 1:
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # it is there
-            "localhost", 0, is_master=True, wait_for_workers=False
-        )  # as torchrun's agent has one
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's agent has one; a name would have to be looked up
         variables |= {
             "WORLD_SIZE": str(num_processes),
             "LOCAL_WORLD_SIZE": str(num_processes),
-            "MASTER_ADDR": "localhost",
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -154,6 +154,9 @@ def _run(arguments: list[str], said: str, folder: str) -> int:
     for number, end in ((1, ".out"), (2, ".err")):
         file = os.open(said + end, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
+    # Those of the server know what it wrote to: a file can be sought in, a pipe cannot.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.chdir(folder)
     code: Any = 0
     try:

@@ -162,7 +162,7 @@ assert not odd, odd
 
 
 SMALL = {
-    "digits": "",
+    "digits": "--filters 4",
     "source-code": "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --batch-size 64 --test-limit 20000",
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
-from nwise.app.recipes import recipe
+from nwise.app.recipes import ConvNet, recipe
 from nwise.app.training import Trainer
 from nwise.capture import capture
 from nwise.flow import flows_for
@@ -127,9 +127,9 @@ def test_probes_autocast_and_injected_losses() -> None:
 
 @pytest.mark.parametrize("strategy", ["2-wise", "local@4,end-to-end"])
 def test_recipe_with_capture_trains_the_same(strategy: str) -> None:
-    config = replace(
-        recipe("digits"), max_steps=9, strategy=strategy, microbatches=2, device="cpu", defer_batchnorm=True
-    )
+    narrow = ConvNet(num_stages=4, filters=4)
+    config = replace(recipe("digits"), model=narrow, max_steps=9, strategy=strategy, microbatches=2, device="cpu")
+    config = replace(config, defer_batchnorm=True)
     runs = []
     for captured in (False, True):
         trainer = Trainer(replace(config, capture=captured))

@@ -298,27 +298,28 @@ def test_resume_into_another_network_changes_nothing(tmp_path: Path) -> None:
 def test_resume_across_process_counts(tmp_path: Path) -> None:
     """Four processes write; one process, two stages, and two stages with two replicas each read the same."""
     run: Callable[..., list[Any]] = lambda n, *a: results(n, "resume.py", tmp_path, *map(str, a))  # noqa: E731
+    cut, late = (1, 1, 1, 1), "end-to-end-delay-2"
     run(4, tmp_path / "none", tmp_path / "a", "1,1,1,1", "2-wise", "adam", 4)
-    main(tmp_path / "none", tmp_path / "one", (1, 1, 1, 1), "2-wise", "adam", 4)
+    main(tmp_path / "none", tmp_path / "one", cut, "2-wise", "adam", 4)
+    main(tmp_path / "none", tmp_path / "late", cut, late, "adam", 4)
     written = tensors(tmp_path / "a" / "after")
     assert equal(written, tensors(tmp_path / "one" / "after"))
     assert len(list((tmp_path / "a" / "after").glob("step-*/*.safetensors"))) == 4
+    resumed: list[Any] = [tmp_path / "late" / "after", tmp_path / "late4", "1,1,1,1", late, "adam", 3]
+    resumed += [tmp_path / "a" / "after", tmp_path / "dp", "2,2", "2-wise", "adam", 2]
+    resumed += [tmp_path / "a" / "after", tmp_path / "b", "1,1,1,1", "3-wise", "adam", 3]
+    run(4, *resumed)
     # In the middle of a delay, from one process to four and back to one: as if nothing had been saved.
-    cut, late = (1, 1, 1, 1), "end-to-end-delay-2"
-    main(tmp_path / "none", tmp_path / "late", cut, late, "adam", 4)
-    run(4, tmp_path / "late" / "after", tmp_path / "late4", "1,1,1,1", late, "adam", 3)
     main(tmp_path / "late4" / "after", tmp_path / "late1", cut, late, "adam", 2)
     main(tmp_path / "none", tmp_path / "late0", cut, late, "adam", 9)
     assert any(name.startswith("due.1.") for name in tensors(tmp_path / "late0" / "after"))
     assert equal(tensors(tmp_path / "late1" / "after"), tensors(tmp_path / "late0" / "after"))
-    found = run(2, tmp_path / "a" / "after", tmp_path / "two", "2,2", "2-wise", "adam", 2)
-    assert {f["said"] for f in found} == {"stages 4 -> 2; dropped the heads of the former stages 0, 2"}
-    assert equal(renamed(written, {1: 0}), tensors(tmp_path / "two" / "loaded"))
-    run(4, tmp_path / "a" / "after", tmp_path / "dp", "2,2", "2-wise", "adam", 2)
     assert equal(renamed(written, {1: 0}), tensors(tmp_path / "dp" / "loaded"))
-    run(4, tmp_path / "a" / "after", tmp_path / "b", "1,1,1,1", "3-wise", "adam", 3)
-    main(tmp_path / "one" / "after", tmp_path / "oneb", (1, 1, 1, 1), "3-wise", "adam", 3)
+    main(tmp_path / "one" / "after", tmp_path / "oneb", cut, "3-wise", "adam", 3)
     assert equal(tensors(tmp_path / "b" / "after"), tensors(tmp_path / "oneb" / "after"))
+    found = run(2, tmp_path / "a" / "after", tmp_path / "two", "2,2", "2-wise", "adam", 2)
+    assert {one["said"] for [one] in found} == {"stages 4 -> 2; dropped the heads of the former stages 0, 2"}
+    assert equal(renamed(written, {1: 0}), tensors(tmp_path / "two" / "loaded"))
 
 
 @pytest.mark.slow("two starts of four processes")

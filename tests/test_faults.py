@@ -477,7 +477,9 @@ def test_on_nan_skip_agrees_across_ranks(tmp_path: Path) -> None:
 
 
 def test_on_nan_stop_on_one_rank_stops_all(tmp_path: Path) -> None:
-    done = forked(4, ["-m", "nwise", "train", "digits", "--lr", "1e30", "--runs", str(tmp_path)], tmp_path)
+    done = forked(
+        4, ["-m", "nwise", "train", "digits", "--filters", "4", "--lr", "1e30", "--runs", str(tmp_path)], tmp_path
+    )
     assert done.returncode
     assert "should be a finite number. Found" in done.stderr
     (folder,) = tmp_path.glob("digits*")

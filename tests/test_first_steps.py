@@ -120,11 +120,11 @@ def test_exported_weights_load_back(
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["train", "digits", "--max-steps", "2"]) == 0
+    assert cli.run(["train", "digits", "--filters", "4", "--max-steps", "2"]) == 0
     run = "runs/digits-2-wise-001"
     for out in ("net.safetensors", "net.pt"):
         assert cli.run(["export", run, "--out", out]) == 0
-    network = models.convnet(4, 10, in_channels=1, image_size=8).whole()
+    network = models.convnet(4, 10, filters=4, in_channels=1, image_size=8).whole()
     for weights in (load_file("net.safetensors"), torch.load("net.pt", weights_only=True)):
         network.load_state_dict(weights, strict=True)
     assert network.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

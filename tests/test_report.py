@@ -14,7 +14,7 @@ from rich.console import Console
 import nwise
 from nwise.app.cli.output import Output
 from nwise.app.cli.report import _print_comparison
-from nwise.app.recipes import ImageSource, recipe
+from nwise.app.recipes import ConvNet, ImageSource, recipe
 from nwise.app.report.charts import gantt, utilisation
 from nwise.app.report.display import Forecast, LiveDisplay, PlainDisplay, display_for
 from nwise.app.report.figures import Curve, compare_figure, flow_figure
@@ -31,7 +31,8 @@ def shown(terminal: bool, strategy: str) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
     display = display_for(console)
     assert isinstance(display, LiveDisplay if terminal else PlainDisplay)
-    config = dataclasses.replace(recipe("digits"), epochs=1, strategy=strategy, heads="live")
+    narrow = ConvNet(num_stages=4, filters=4)
+    config = dataclasses.replace(recipe("digits"), epochs=1, strategy=strategy, heads="live", model=narrow)
     Trainer(config).train(callbacks=(display,))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -60,7 +60,9 @@ def faulty(kind: str, rank: int, after: int, folder: Path) -> tuple[list[str], f
     """Sentences of the ranks that stop, and the seconds from the fault to the end of the last process."""
     moment = folder / "moment"
     arguments = [str(RANKS / "faults.py"), "4", kind, str(rank), str(after), str(moment)]
-    done = forked(4, arguments, folder, timeout=60, environment={"NWISE_TIMEOUT": "2"})
+    # Only these two are found by the limit; on a busy machine a rank that has no fault may be silent for two seconds, too.
+    limit = "2" if kind in ("stall", "stop") else "30"
+    done = forked(4, arguments, folder, environment={"NWISE_TIMEOUT": limit})
     seconds = time.time() - float(moment.read_text())
     assert done.returncode, done.stderr[-2000:]
     return re.findall(r"^nwise: (rank \d.*)$", done.stderr, re.MULTILINE), seconds
@@ -101,13 +103,13 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
         assert seconds < 60, (kind, rank, after)
 
 
-# Eight steps have every size of a batch, more steps than the longest delay, and a look at what is pending. Eight processes on
+# Six steps have every size of a batch, more steps than the longest delay, and a look at what is pending. Eight processes on
 # two cores take longer than all other tests of this file.
 @pytest.mark.parametrize(
     ("num_ranks", "num_steps"),
     [
-        (2, 8),
-        (4, 8),
+        (2, 6),
+        (4, 6),
         pytest.param(2, 20, marks=pytest.mark.slow("the same for longer")),
         pytest.param(4, 20, marks=pytest.mark.slow("the same for longer")),
         pytest.param(8, 20, marks=pytest.mark.slow("eight processes on few cores")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,28 @@ def test_first_error_is_the_one_of_all_ranks() -> None:
     second = ranks.watches[0].failed(ValueError("b"))
     assert str(first) == str(second)
     assert str(first).endswith("failed at F0(1) (forward, stage 0, micro-batch 1) of step 3: ValueError: a")
+
+
+def test_main_thread_learns_of_an_error_only_after_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a main thread that was quick to raise the watch's error ended its process before the watch had printed it."""
+    ranks = Ranks(2)
+    early, set_first = [], ranks.store.compare_set
+
+    def at_the_store(key: str, expected: str, value: str) -> bytes:
+        early.append(ranks.watches[0].has_failed)
+        return set_first(key, expected, value)
+
+    def write(line: str) -> int:
+        early.append(ranks.watches[0].has_failed)
+        return len(line)
+
+    monkeypatch.setattr(ranks.store, "compare_set", at_the_store)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=write, flush=lambda: None))
+    ranks.begin(0, FORWARD)
+    ranks.tick(11)
+    assert early == [False, False]
+    with pytest.raises(RankError, match="for more than 10 seconds"):
+        ranks.watches[0].check()
 
 
 A, B = ("2-wise with M = 2", 1), ("local with M = 2", 2)

@@ -1,5 +1,7 @@
 """Llama in three stages, masks and positions given; writes the weights of the whole network, which its own class takes back.
 
+Two processes hold the three stages in turn: every boundary is crossed, and each process imports transformers, for seconds.
+
 Before that, the gradients of networks whose work depends on values: routers of experts, and blocks that are left out at random.
 """
 
@@ -17,6 +19,7 @@ from nwise.checkpoint.weights import under
 from ranks.common import RANK, closed, digest, write
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+IN_TURN = (0, 1, 0)
 
 
 def model() -> Any:
@@ -34,7 +37,7 @@ def train() -> dict[str, Any]:
     network = model()
     stages = nwise.split(network, at=3)
     heads = nwise.heads.copied(stages, blocks=1)
-    pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise", 2, seed=1)
+    pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise", 2, seed=1, placement=IN_TURN)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     for length in (9, 9, 5, 9, 9, 7):
@@ -66,7 +69,9 @@ def routed() -> dict[str, dict[str, str]]:
         sound = [torch.ones(4, 4, 16)] if "Whisper" in name else []
         at = ["model.decoder.embed_tokens", "model.decoder.layers.1"] if sound else 3
         stages = nwise.split(tiny(name, **options).train(), at=at)
-        pipe = nwise.Pipeline(stages, None, nwise.losses.TokenCrossEntropy(), "end-to-end", 2, seed=1)
+        pipe = nwise.Pipeline(
+            stages, None, nwise.losses.TokenCrossEntropy(), "end-to-end", 2, seed=1, placement=IN_TURN
+        )
         for length in (9, 5):
             ids = torch.randint(0, VOCABULARY, (4, length), generator=torch.Generator().manual_seed(length))
             pipe.step(*sound, ids, target=ids)

@@ -79,7 +79,10 @@ def main(
     }
 
 
-if __name__ == "__main__":
-    _, _, source, target, cut, strategy, optimizer, steps = sys.argv
-    found = main(Path(source), Path(target), tuple(map(int, cut.split(","))), strategy, optimizer, int(steps))
-    write(closed(found.pop("pipe"), found))
+if __name__ == "__main__":  # one run after the other: the start of a process takes longer than a run
+    all_found = []
+    for at in range(2, len(sys.argv), 6):
+        source, target, cut, strategy, optimizer, steps = sys.argv[at : at + 6]
+        found = main(Path(source), Path(target), tuple(map(int, cut.split(","))), strategy, optimizer, int(steps))
+        all_found.append(closed(found.pop("pipe"), found))
+    write(all_found)

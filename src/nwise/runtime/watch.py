@@ -101,7 +101,7 @@ class Watchdog:
         self._heard: tuple[dict[str, Any], float] = ({}, clock())
         self._failure = ""
         self._tells = False  # whether this rank reports its own error
-        self._reported = threading.Lock()  # acquired by the first report and kept: three threads may try to report
+        self._reporting = threading.Lock()  # three threads may try to report
         self._closed = threading.Event()
         # `on_beat` gets a store that only the watch's thread uses.
         self.on_beat: Callable[[Any], None] | None = None
@@ -153,13 +153,12 @@ class Watchdog:
         """
         store = store or self._main
         self._tells = True
-        sentence = f"{self._name.capitalize()} {what}"
-        self._failure = sentence
+        failure = f"{self._name.capitalize()} {what}"
         with suppress(RuntimeError):  # the store has ended, and so have all other ranks
-            self._failure = store.compare_set("error", "", sentence).decode()
-        first = self._report()
+            failure = store.compare_set("error", "", failure).decode()
         if kill is not None:
             end_stalled(kill)
+        first = self._report(failure)
         # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
         with suppress(RuntimeError):
             reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
@@ -167,13 +166,19 @@ class Watchdog:
                 time.sleep(0.02)
                 reports = store.add("reports", 0)
 
-    def _report(self) -> bool:
-        """Print the failure, once; return whether this call did."""
-        first = self._reported.acquire(blocking=False)
-        if first:
-            # In one piece, because all ranks write at once.
-            sys.stderr.write(f"nwise: {self._name} stops: {self._failure}\n")
-            sys.stderr.flush()
+    def _report(self, failure: str) -> bool:
+        """Print the failure, once; return whether this call did.
+
+        The main thread raises it only afterwards, because that may end the process.
+        """
+        with self._reporting:
+            first = not self._failure
+            if first:
+                with suppress(OSError):  # the terminal or the pipe is gone
+                    # In one piece, because all ranks write at once.
+                    sys.stderr.write(f"nwise: {self._name} stops: {failure}\n")
+                    sys.stderr.flush()
+                self._failure = failure
         return first
 
     def _last_seen(self, rank: int) -> str:
@@ -191,11 +196,9 @@ class Watchdog:
             failure = "The store of all ranks is lost; its process, rank 0 or the launcher, has ended."
         if self._closed.is_set() or failure == _END:
             return
-        if not self._tells:
-            self._failure = failure
-            if self._report():
-                with suppress(RuntimeError):
-                    self._error_store.add("reports", 1)
+        if not self._tells and self._report(failure):
+            with suppress(RuntimeError):
+                self._error_store.add("reports", 1)
         # The main thread may be blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
