@@ -830,6 +830,19 @@ def test_hooks_of_the_nodes_of_parameters_run_once(setting: dict[str, Any]) -> N
     functional.cross_entropy(copy.deepcopy(pipe).stages[0](x)[:, :3], y).backward()  # a copy has no hooks
 
 
+def test_hooks_of_nodes_that_are_put_on_late_run_once() -> None:
+    """Regression: put on after five steps, they ran for every micro-batch until step 8."""
+    net = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe, calls = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2), []
+    x, y = batch()
+    for _ in range(5):
+        pipe.step(x, target=y)
+    node = get_gradient_edge(net[0].weight).node
+    node.register_hook(lambda *_: calls.append(net[0].weight.grad))
+    pipe.step(x, target=y)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_optimizers_inside_the_backward_update_once(setting: dict[str, Any]) -> None:
     """Regression: torch's own optimizer in hooks of nodes updated between micro-batches, and never under a delay."""

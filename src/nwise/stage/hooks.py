@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from nwise._looks import is_due
 from nwise._torch import gradient_hooks, with_hooks
@@ -25,10 +26,17 @@ _NOTHING_ELSE = nullcontext()
 
 
 class Hooks:
-    """Finds the hooks of parameters, those of the nodes that accumulate their gradients in the calls 1, 2, 4, 8, ... only."""
+    """Finds the hooks of parameters.
+
+    It looks for those of the nodes that accumulate their gradients in the calls 1, 2, 4, 8, ..., and after any hook was put on
+    between two steps.
+
+    Attributes:
+        registered: how many hooks torch had counted in this process at the end of the last step or look.
+    """
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.registered = self._calls = 0
         self._of_nodes: dict[Tensor, list[Any]] = {}
 
     def once(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -42,10 +50,11 @@ class Hooks:
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have hooks; one call of a step."""
         parameters, self._calls = list(parameters), self._calls + 1
-        if is_due(self._calls):
+        if is_due(self._calls) or RemovableHandle.next_id != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
                 found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
+            self.registered = RemovableHandle.next_id
         return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
 
     def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
