@@ -388,6 +388,138 @@ def test_hooks_that_add_a_gradient_are_right_or_refused(how: str, place: str) ->
             assert all(p.grad is None for p in pipe.parameters())
 
 
+@pytest.mark.parametrize("how", ["tensor", "module"])
+@pytest.mark.parametrize("beside", ["", "function"])
+def test_hooks_that_look_on_see_each_gradient_once(how: str, beside: str) -> None:
+    """Regression: in the graphs that were looked through, they got a zero gradient too, so their statistics were wrong."""
+    seen: list[float] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad and how == "tensor":
+                h.register_hook(lambda g: seen.append(float(g.norm())))
+            return scaled(h, self.bias) if beside else h.tanh()
+
+    x, y = batch()
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), layer := Noting(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    if how == "module":
+        layer.register_full_backward_hook(lambda _, __, outputs: seen.append(float(cast(Any, outputs)[0].norm())))
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    for _ in range(5):
+        pipe.step(x, target=y)
+    stepped, seen = seen, []
+    twin = nn.Sequential(*net)
+    for part in (slice(0, 4), slice(4, 8)):
+        (functional.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+    assert stepped == pytest.approx(5 * seen)
+
+
+@pytest.mark.parametrize("write", [lambda g: g.mul_(3), lambda g: g + 0.1])
+@pytest.mark.parametrize(("place", "strategy"), [("stage", "end-to-end"), ("head", "deep-supervision")])
+def test_hooks_that_begin_later(write: Callable[[Tensor], Tensor], place: str, strategy: str) -> None:
+    """Regression: until the next look, one that wrote in place ran twice on a kept cotangent, and one that added was not noticed."""
+
+    class Late(nn.Linear):
+        begins = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if self.begins and h.requires_grad:
+                h.register_hook(write)
+            return h.tanh()
+
+    late = Late(WIDTH, 3 if place == "head" else WIDTH)
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), late if place == "stage" else nn.Tanh(), nn.Linear(WIDTH, 3)]
+    sides = None if place == "stage" else [late, nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, sides, strategy=strategy, schedule="zero-bubble", num_microbatches=2)
+    x, y = batch()
+    for step in range(6):
+        late.begins = step >= 4
+        pipe.zero_grad()
+        if late.begins and write(torch.zeros(1)):  # it adds
+            with pytest.raises(ValueError, match="no hooks of hidden tensors that add to a gradient"):
+                pipe.step(x, target=y)
+            return
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tensor", "number"])
+def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
+    """Regression: the second walk of a graph, with zeros, wrote over the largest gradient that a float8 backward keeps."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+            ctx.layer = layer
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            g, layer = grads[0], ctx.layer
+            scale = 16 / float(layer.largest)
+            if kind == "number":
+                layer.largest = float(g.abs().max())
+            else:
+                layer.largest.copy_(g.abs().max())
+            return (g * scale).round() / scale, None
+
+    class Float8(nn.Linear):
+        largest: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, Scaled.apply(super().forward(x), self))  # type: ignore[no-untyped-call]
+
+    x, y = batch()
+    net = [Float8(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    if kind == "buffer":
+        net[0].register_buffer("largest", torch.tensor(1.0))
+    else:
+        net[0].largest = torch.tensor(1.0) if kind == "tensor" else 1.0
+    twin = nn.Sequential(*copy.deepcopy(net))
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    for _ in range(3):
+        twin.zero_grad()
+        for part in (slice(0, 4), slice(4, 8)):
+            (functional.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        for p, q in zip(pipe.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+class Rounding(torch.autograd.Function):
+    """Rounds gradients up or down by chance, right in the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (grads[0] * 2**20 + torch.rand_like(grads[0])).floor() / 2**20
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_backwards_that_draw_random_numbers(num_microbatches: int) -> None:
+    """Regression: one whose graph is walked several times was taken for one that writes over what it saved, and refused."""
+    rounded: Any = Rounding.apply
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, rounded(super().forward(x)))
+
+    net = [*(Rounded(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3)]
+    sides = heads(net)
+    x, y = batch()
+    pipe = nwise.Pipeline(net, sides, strategy="2-wise", num_microbatches=num_microbatches)
+    expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-5)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
     """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""

@@ -1,6 +1,6 @@
-"""What a module holds beside its parameters, buffers and children: random generators and other modules in plain attributes.
+"""What a module holds beside its parameters, buffers and children: values, random generators and other modules in plain attributes.
 
-`nn.Module.modules` does not list them, but the forward uses them::
+`nn.Module.modules` does not list the latter, but the forward uses them::
 
     self.generator = torch.Generator()          an attribute
     self.norms = [nn.BatchNorm1d(4)]            in a list, tuple, set or dictionary: neither registered nor switched by `eval`
@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -61,6 +63,55 @@ def held(module: nn.Module) -> Held:
                     known.update(new)
                     modules += new
     return Held(modules[registered:], list(generators))
+
+
+Values = Mapping[nn.Module, Mapping[str, object]]
+
+
+def values_in(*modules: nn.Module) -> Values:
+    """Return for each module, and each inside it, its attributes that are plain values: its mode, a temperature, a drop rate.
+
+    >>> layer = nn.Dropout(0.5)
+    >>> values_in(layer)[layer]
+    {'training': True, 'p': 0.5, 'inplace': False}
+    """
+    return {
+        inner: {
+            name: value
+            for name, value in vars(inner).items()
+            if type(value) in _LEAVES and (name == "training" or name not in _OF_TORCH)
+        }
+        for module in modules
+        for inner in module.modules()
+    }
+
+
+@contextmanager
+def with_values(values: Values) -> Iterator[None]:
+    """Run the body with modules that have these values in their attributes, then restore the present ones."""
+    present = {module: _put(module, then) for module, then in values.items()}
+    try:
+        yield
+    finally:
+        for module, now in present.items():
+            _put(module, now)
+
+
+def _put(module: nn.Module, values: Mapping[str, object]) -> Mapping[str, object]:
+    """Let a module have these values in its attributes; return those that it had."""
+    attributes = vars(module)
+    if all(map(is_, map(attributes.get, values), values.values())):
+        return values
+    before = {name: attributes.get(name) for name in values}
+    attributes.update(values)
+    return before
+
+
+def tensors_in(*modules: nn.Module) -> list[Tensor]:
+    """Return the buffers and the tensors in plain attributes of modules, and of all modules inside them."""
+    parts = [part for module in modules for part in module.modules()]
+    values = [value for part in parts for value in (*part._buffers.values(), *vars(part).values())]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _inside(value: Any, depth: int) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from nwise._dtensor import is_dtensor
 from nwise._torch import run_backward, versions
+from nwise.randomness import seeded
 
 _NOTHING_ELSE = nullcontext()
 
@@ -171,7 +172,8 @@ def surplus(
         for x in wanted:
             x.grad = None
         try:
-            with torch.autograd.set_detect_anomaly(False):  # a user's function may divide by the norm of a cotangent
+            # A user's function may divide by the norm of a cotangent, and may draw random numbers, such as for rounding.
+            with torch.autograd.set_detect_anomaly(False), seeded(0, seeds[0].device):
                 add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             return [x.grad for x in wanted]
         finally:
@@ -183,8 +185,9 @@ def surplus(
             if first is not None and second is not None and not _close(first, second):
                 raise ValueError(
                     f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
-                    "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
-                    "it saved as they are, or use an order and strategy with one pass, such as 'end-to-end'."
+                    "several times. Found other ones the second time; let the backward of its `torch.autograd.Function` leave "
+                    "the tensors that it saved as they are and keep no state, or use an order and strategy with one pass, such as "
+                    "'end-to-end'."
                 )
     added = walk([torch.zeros_like(seed) for seed in seeds])
     return [g if g is not None and _counts(g) else None for g in added]
