@@ -418,7 +418,7 @@ def test_hooks_that_look_on_see_each_gradient_once(how: str, beside: str) -> Non
 @pytest.mark.parametrize("write", [lambda g: g.mul_(3), lambda g: g + 0.1])
 @pytest.mark.parametrize(("place", "strategy"), [("stage", "end-to-end"), ("head", "deep-supervision")])
 def test_hooks_that_begin_later(write: Callable[[Tensor], Tensor], place: str, strategy: str) -> None:
-    """Regression: until the next look, one that wrote in place ran twice on a kept cotangent, and one that added was not noticed."""
+    """Regression: until the next look, one that wrote in place ran twice on a kept cotangent; one that added was overlooked."""
 
     class Late(nn.Linear):
         begins = False

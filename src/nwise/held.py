@@ -1,6 +1,6 @@
-"""What a module holds beside its parameters, buffers and children: values, random generators and other modules in plain attributes.
+"""What a module holds beside its parameters, buffers and children: plain values, random generators, unregistered modules.
 
-`nn.Module.modules` does not list the latter, but the forward uses them::
+`nn.Module.modules` does not list generators and modules in plain attributes, but the forward uses them::
 
     self.generator = torch.Generator()          an attribute
     self.norms = [nn.BatchNorm1d(4)]            in a list, tuple, set or dictionary: neither registered nor switched by `eval`

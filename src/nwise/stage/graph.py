@@ -185,9 +185,9 @@ def surplus(
             if first is not None and second is not None and not _close(first, second):
                 raise ValueError(
                     f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
-                    "several times. Found other ones the second time; let the backward of its `torch.autograd.Function` leave "
-                    "the tensors that it saved as they are and keep no state, or use an order and strategy with one pass, such as "
-                    "'end-to-end'."
+                    "more than once. Found other ones the second time; let the backward of its `torch.autograd.Function` leave "
+                    "the tensors that it saved as they are and keep no state, or use an order and strategy with one pass, such "
+                    "as 'end-to-end'."
                 )
     added = walk([torch.zeros_like(seed) for seed in seeds])
     return [g if g is not None and _counts(g) else None for g in added]
