@@ -559,7 +559,7 @@ class Tempered(nn.Linear):
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("setting", [{}, {"recompute": True}, {"inner": True}], ids=str)
-def test_late_forwards_have_the_values_of_their_step(setting: dict[str, bool]) -> None:
+def test_late_forwards_have_the_values_of_their_step(setting: dict[str, Any]) -> None:
     """Regression: a forward that ran again in a later step had the temperature of then; checkpoints inside said nothing."""
     layer, last = Tempered(4, 4), nn.Linear(4, 3)
     layer.inner, layer.forwards = setting.pop("inner", False), 0
