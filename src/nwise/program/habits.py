@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from nwise._looks import is_due
 from nwise._torch import versions
+from nwise.checks import outside
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
@@ -88,7 +89,7 @@ class Habits:
                 f"Heads should be trained with their stages. Found gradients of the heads of stages {found} that no "
                 "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
                 "(`requires_grad_(False)`). This warning appears once.",
-                stacklevel=4,  # at the caller of `step`
+                stacklevel=outside(),
             )
 
     def look_at_factors(self) -> None:
@@ -103,7 +104,7 @@ class Habits:
                     f"All processes should scale their gradients alike. Found a factor of {low:.3g} on rank {first} and of "
                     f"{high:.3g} on rank {second} after step {step}, because torch's `clip_grad_norm_` sees the stages of one "
                     "process only; use `nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
-                    stacklevel=4,
+                    stacklevel=outside(),
                 )
 
     def __getstate__(self) -> dict[str, Any]:
