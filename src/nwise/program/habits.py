@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,8 +129,8 @@ class Habits:
             elif rates:
                 said = (
                     f"All processes should change their learning rates alike. Found a share of {rates} of the first rate after "
-                    f"step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it the last loss of "
-                    "`pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
+                    f"step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it the last loss "
+                    "of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
                 )
             if said and not self._warned:
                 self._warned = True
@@ -147,7 +147,7 @@ def _held() -> set[Tensor]:
     return {p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
 
 
-def _call(method: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer) -> None:
+def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer) -> None:
     if (bound := method()) is not None:
         bound(optimizer)
 
