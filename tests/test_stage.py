@@ -490,6 +490,25 @@ def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
             torch.testing.assert_close(p.grad, q.grad)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_losses_in_compiled_blocks_have_their_share(backend: str) -> None:
+    """Regression: the compiler traced `nwise.inject`, with the share that it had then, so two micro-batches counted twice."""
+
+    class Balanced(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return nwise.inject(h, h.square().mean())
+
+    net = [Balanced(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    net[0].compile(backend=backend)
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
 class Rounding(torch.autograd.Function):
     """Rounds gradients up or down by chance, right in the mean."""
 
