@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -65,45 +65,53 @@ def held(module: nn.Module) -> Held:
     return Held(modules[registered:], list(generators))
 
 
-Values = Mapping[nn.Module, Mapping[str, object]]
+Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
 
 
 def values_in(*modules: nn.Module) -> Values:
-    """Return for each module, and each inside it, its attributes that are plain values: its mode, a temperature, a drop rate.
+    """Return the plain values that modules, and all modules inside them, hold in attributes: modes, temperatures, drop rates.
 
-    >>> layer = nn.Dropout(0.5)
-    >>> values_in(layer)[layer]
+    Those in dictionaries and in plain objects, one level down, belong to them. Each holder comes with its values.
+
+    >>> values_in(nn.Dropout(0.5))[0][1]
     {'training': True, 'p': 0.5, 'inplace': False}
     """
-    return {
-        inner: {
-            name: value
-            for name, value in vars(inner).items()
-            if type(value) in _LEAVES and (name == "training" or name not in _OF_TORCH)
-        }
-        for module in modules
-        for inner in module.modules()
-    }
+    holders: dict[int, dict[str, Any]] = {}
+    for part in (inner for module in modules for inner in module.modules()):
+        for name, value in (("", vars(part)), *vars(part).items()):
+            if type(value) in _LEAVES or name in _OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
+                continue
+            own = type(value).__module__.partition(".")[0] in ("nwise", "torch")
+            inside = value if isinstance(value, dict) else {} if own else getattr(value, "__dict__", {})
+            holders[id(inside)] = inside
+    values = (
+        (inside, {name: value for name, value in inside.items() if _is_plain(name, value)})
+        for inside in holders.values()
+    )
+    return [(inside, plain) for inside, plain in values if plain]
+
+
+def _is_plain(name: str, value: object) -> bool:
+    return type(value) in _LEAVES and (name == "training" or name not in _OF_TORCH)
 
 
 @contextmanager
 def with_values(values: Values) -> Iterator[None]:
-    """Run the body with modules that have these values in their attributes, then restore the present ones."""
-    present = {module: _put(module, then) for module, then in values.items()}
+    """Run the body with these values in their holders, then restore the present ones."""
+    present = [(inside, _put(inside, then)) for inside, then in values]
     try:
         yield
     finally:
-        for module, now in present.items():
-            _put(module, now)
+        for inside, now in present:
+            _put(inside, now)
 
 
-def _put(module: nn.Module, values: Mapping[str, object]) -> Mapping[str, object]:
-    """Let a module have these values in its attributes; return those that it had."""
-    attributes = vars(module)
-    if all(map(is_, map(attributes.get, values), values.values())):
+def _put(inside: dict[str, Any], values: Mapping[str, object]) -> Mapping[str, object]:
+    """Put values into a holder; return those that it had."""
+    if all(map(is_, map(inside.get, values), values.values())):
         return values
-    before = {name: attributes.get(name) for name in values}
-    attributes.update(values)
+    before = {name: inside.get(name) for name in values}
+    inside.update(values)
     return before
 
 
