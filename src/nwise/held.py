@@ -76,19 +76,16 @@ def values_in(*modules: nn.Module) -> Values:
     >>> values_in(nn.Dropout(0.5))[0][1]
     {'training': True, 'p': 0.5, 'inplace': False}
     """
-    holders: dict[int, dict[str, Any]] = {}
+    found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
     for part in (inner for module in modules for inner in module.modules()):
         for name, value in (("", vars(part)), *vars(part).items()):
             if type(value) in _LEAVES or name in _OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
                 continue
             own = type(value).__module__.partition(".")[0] in ("nwise", "torch")
             inside = value if isinstance(value, dict) else {} if own else getattr(value, "__dict__", {})
-            holders[id(inside)] = inside
-    values = (
-        (inside, {name: value for name, value in inside.items() if _is_plain(name, value)})
-        for inside in holders.values()
-    )
-    return [(inside, plain) for inside, plain in values if plain]
+            if plain := {key: item for key, item in inside.items() if _is_plain(key, item)}:
+                found.append((inside, plain))
+    return found
 
 
 def _is_plain(name: str, value: object) -> bool:
@@ -102,7 +99,7 @@ def with_values(values: Values) -> Iterator[None]:
     try:
         yield
     finally:
-        for inside, now in present:
+        for inside, now in reversed(present):  # modules may share a holder
             _put(inside, now)
 
 
