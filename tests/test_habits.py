@@ -43,7 +43,7 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
                 one[name],
             ), name
         assert re.match(
-            r"All processes should change their learning rates alike. Found a share of 0.1 on rank 0 and of 1 on rank 1 of the "
+            r"All processes should change their learning rates alike. Found a factor of 0.1 on rank 0 and of 1 on rank 1 "
             r".*; give it the last loss of `pipe.processes.table",
             one["plateau"],
         )

@@ -188,8 +188,9 @@ class Guard:
         """
         only, look.walked = not again and not look.walked, True
         if not look.suspect or (only and tape.share == 1):  # what a graph adds counts as it is
-            add_gradients(roots, seeds, wanted, retain_graph=again or look.hooked)
-            if look.hooked:
+            checks = look.hooked and tape.share != 1
+            add_gradients(roots, seeds, wanted, retain_graph=again or checks)
+            if checks:
                 self.refuse_hooks(roots, seeds, leaves, look, tape)
             return
         share, now = tape.share, set(wanted)

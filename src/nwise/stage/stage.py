@@ -306,7 +306,7 @@ class Stage:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 tape.kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
                 tape.kept = None
-                if look.moved and tape.outputs:  # a hook on the way to parameters alone
+                if look.moved:  # a hook on the way to parameters alone
                     roots = [y for y in tape.outputs if y.requires_grad]
                     guard.refuse_hooks(roots, roots, self._leaves(tape), look, tape)
             else:
