@@ -129,8 +129,8 @@ class Habits:
             elif rates:
                 said = (
                     f"All processes should change their learning rates alike. Found a factor of {rates} between the first rate "
-                    f"and that of step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it the "
-                    "last loss of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
+                    f"and that of step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it "
+                    "the last loss of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
                 )
             if said and not self._warned:
                 self._warned = True
