@@ -453,17 +453,17 @@ def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
-            ctx.layer = layer
+            ctx.layer, ctx.largest = layer, layer.largest
             return x.view_as(x)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             g, layer = grads[0], ctx.layer
-            scale = 16 / float(layer.largest)
+            scale = 16 / float(layer.largest if kind == "number" else ctx.largest)
             if kind == "number":
                 layer.largest = float(g.abs().max())
             else:
-                layer.largest.copy_(g.abs().max())
+                ctx.largest.copy_(g.abs().max())
             return (g * scale).round() / scale, None
 
     class Float8(nn.Linear):
@@ -479,6 +479,12 @@ def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
     else:
         net[0].largest = torch.tensor(1.0) if kind == "tensor" else 1.0
     twin = nn.Sequential(*copy.deepcopy(net))
+    if kind == "buffer":
+        again = nwise.Pipeline(copy.deepcopy(net), None, strategy="end-to-end", recompute=True)
+        with pytest.raises(
+            ValueError, match="Stage 0 should keep no state in its backward with `recompute`.*Found a buffer"
+        ):
+            again.step(x, target=y)
     pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
     for _ in range(3):
         twin.zero_grad()

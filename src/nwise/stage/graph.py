@@ -132,10 +132,21 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
-    """Raise ValueError if the body, a walk through a graph, changes parameters: the next micro-batch would find other ones."""
-    before = versions(parameters)
+def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Raise ValueError if the body, a walk through a graph, changes what it should leave.
+
+    Args:
+        parameters: parameters; the next micro-batch would find other ones.
+        copies: buffers that a forward that ran again had instead of the module's own, which would not change.
+        what: owner of the graph.
+    """
+    before, lent = versions(parameters), versions(copies)
     yield
+    if lent != versions(copies):
+        raise ValueError(
+            f"{what.capitalize()} should keep no state in its backward with `recompute`, whose second forward has copies of the "
+            "buffers. Found a buffer that its backward changes, as the scaling of float8 does; set `recompute=False`."
+        )
     if before != versions(parameters):
         raise ValueError(
             f"{what.capitalize()} should leave updates to the time after `step`. Found parameters that its backward changes; "

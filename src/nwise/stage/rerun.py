@@ -8,7 +8,7 @@ depends on, such as a list in an attribute, is not. So the outputs are compared.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,16 +29,20 @@ class FirstRun:
 
     Attributes:
         outputs: what `keep` has kept; None to compare nothing.
+        lent: the copies that `buffers` has returned last.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         self._module, self._random, self._values = module, _states(module), values_in(module)
         self.outputs: Tensors | None = None
+        self.lent: Sequence[Tensor] = ()
 
     def buffers(self) -> Mapping[str, Tensor]:
         """Return copies of the buffers that the run found."""
-        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+        copies = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        self.lent = list(copies.values())
+        return copies
 
     @contextmanager
     def again(self) -> Iterator[None]:

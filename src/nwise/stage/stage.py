@@ -18,7 +18,7 @@ and carries its result to the tape of a neighbour::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -302,7 +302,10 @@ class Stage:
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         guard, look = self._guard, tape.look
-        with weights_used, without_updates(self.learns, self._name) if look.checked else _NOTHING_ELSE:
+        checks: AbstractContextManager[None] = _NOTHING_ELSE
+        if look.checked:
+            checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
+        with weights_used, checks:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 tape.kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
                 tape.kept = None
