@@ -172,11 +172,15 @@ def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_samples_that_are_mixed_in_training_mode_warn() -> None:
-    """Regression: the comparison ran in evaluation mode, where a batch norm written by hand mixes nothing."""
-    pipe = pipeline([Do(_normalised), plain()])
-    with pytest.warns(UserWarning, match="Stage 0 should compute every sample alone in training mode, too") as found:
-        pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
-    assert [warning.filename for warning in found] == [__file__]
+    """Regressions: the comparison ran in evaluation mode, where a batch norm written by hand mixes nothing; and behind a stage
+    that cannot be copied, the warning named a line of the library."""
+    locked = plain()
+    locked.lock = threading.Lock()  # type: ignore[assignment]
+    for k, stages in enumerate(([Do(_normalised), plain()], [locked, Do(_normalised)])):
+        pipe = pipeline(stages)
+        with pytest.warns(UserWarning, match=f"Stage {k} should compute every sample alone in training mode") as found:
+            pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
+        assert [warning.filename for warning in found] == [__file__]
     for other in (pipeline([nn.BatchNorm1d(4), plain()], m=1), pipe):
         other.step(torch.randn(6, 4), target=torch.randn(6, 4))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import nwise
 from nets import X, Y, perceptron, three, train
@@ -541,6 +543,54 @@ def test_batches_under_a_delay_may_reuse_their_memory(recompute: bool) -> None:
     for p, gradient in zip(stages[0].parameters(), expected, strict=True):
         assert p.grad is not None
         torch.testing.assert_close(p.grad, gradient)
+
+
+class Tempered(nn.Linear):
+    """A layer with a temperature, which a loop may change, and a number of forwards."""
+
+    forwards, inner = 0, False
+    options: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.run, x, use_reentrant=False)) if self.inner else self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return torch.tanh(super().forward(x) / _temperature(self.options))
+
+
+def _temperature(options: Any) -> Any:
+    return options if isinstance(options, float) else options["t"] if isinstance(options, dict) else options.t
+
+
+@pytest.mark.parametrize("kind", [float, dict, SimpleNamespace])
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("setting", [{}, {"recompute": True}, {"inner": True}], ids=str)
+def test_late_forwards_have_the_values_of_their_step(setting: dict[str, Any], kind: type) -> None:
+    """Regression: a forward that ran again in a later step had the temperature of then; checkpoints inside said nothing."""
+    layer, last = Tempered(4, 4), nn.Linear(4, 3)
+    layer.inner, layer.forwards = setting.get("inner", False), 0
+    recompute = setting.get("recompute", False)
+    pipe = nwise.Pipeline([layer, last], strategy="end-to-end-delay-1", recompute=recompute)
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    before: dict[str, Tensor] | None = None
+    for step in range(6):
+        if kind is float or step == 0:
+            layer.options = 1.0 + step if kind is float else kind(t=1.0)
+        elif kind is dict:
+            layer.options["t"] = 1.0 + step
+        else:
+            layer.options.t = 1.0 + step
+        twins = copy.deepcopy(layer), copy.deepcopy(last)
+        functional.cross_entropy(twins[1](twins[0](x)), y).backward()
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        if before is not None:
+            for name, p in layer.named_parameters():
+                torch.testing.assert_close(p.grad, before[name])
+        before = {name: p.grad for name, p in twins[0].named_parameters() if p.grad is not None}
+        assert _temperature(layer.options) == 1.0 + step
+    assert layer.forwards == 6, "a second run counts once"
 
 
 @pytest.mark.parametrize("recompute", [False, True])

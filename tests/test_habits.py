@@ -23,7 +23,8 @@ from ranks import habits
 
 def test_habits_under_torchrun(tmp_path: Path) -> None:
     """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied. In silence, torch's clipping
-    gave other results on every number of ranks, and the network was saved and used mostly untrained."""
+    gave other results on every number of ranks, a scheduler that followed the last loss changed the rate of some, and the network
+    was saved and used mostly untrained."""
     norms: list[float] = []
     pipe, model = habits.clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
     first, second = found = results(2, "habits.py", tmp_path)
@@ -35,10 +36,16 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
     assert first["average"][2] == habits.averaged()[2], "that of one process"
     for rank, one in enumerate(found):
         other = f"stage {1 - rank} with its first values, because rank {1 - rank} trains it;"
+        for name in ("clipped by torch", "clipped, then set to zero"):
+            assert re.match(
+                r"All processes should scale their gradients alike. Found a factor of [\d.]+ on rank 0 and of [\d.]+ on rank 1.*"
+                r"; use `nwise.clip_grad_norm_\(pipe, max_norm\)`",
+                one[name],
+            ), name
         assert re.match(
-            r"All processes should scale their gradients alike. Found a factor of [\d.]+ on rank 0 and of [\d.]+ on rank 1.*; "
-            r"use `nwise.clip_grad_norm_\(pipe, max_norm\)`",
-            one["clipped by torch"],
+            r"All processes should change their learning rates alike. Found a factor of 0.1 on rank 0 and of 1 on rank 1 "
+            r".*; give it the last loss of `pipe.processes.table",
+            one["plateau"],
         )
         assert one["scaled alike"] == ""
         assert re.match(f"RuntimeError.*{other}.*average `pipe` instead", one["average"][0])

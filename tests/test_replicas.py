@@ -25,13 +25,16 @@ REFUSALS = {
     "split": "Found stage.0.weight of stage 0 split over the mesh's dimension 'dp'",
     "values": "should have the same parameters. Found stage.1.bias with values that differ by 0.00",
     "evaluated later": "should have the same trainable parameters and modes. Found others on some ranks",
+    "equal buffers": "",
+    "buffers": "All replicas of stage 0 should have the same buffers. Found other values of stage.mean, which the forward",
     "frozen later": "should have the same trainable parameters and modes. Found others on some ranks",
 }
 
 
 def test_replicas_match_plain_training_and_differences_are_found(tmp_path: Path) -> None:
     """Regressions: sparse gradients failed; a loss, mode or frozen parameter that differed trained something else in silence, and
-    so did weights that one replica loaded later, and updates in a post-accumulate hook, which saw half of a gradient."""
+    so did weights that one replica loaded later, buffers that each moved by its own samples, and updates in a post-accumulate
+    hook, which saw half of a gradient."""
     for found in results(2, "replicated.py", tmp_path):
         assert found["errors"].keys() == CASES.keys()
         for name, error in found["errors"].items():
@@ -39,6 +42,7 @@ def test_replicas_match_plain_training_and_differences_are_found(tmp_path: Path)
         assert found["refusals"].keys() == REFUSALS.keys()
         for name, text in REFUSALS.items():
             assert text in found["refusals"][name], name
+            assert found["refusals"][name].count("All replicas") <= 1, "once"
         assert "`inputs` should be the same on every rank. Found" in found["inputs"]
 
 

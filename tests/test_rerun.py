@@ -21,10 +21,10 @@ class Counting(nn.Module):
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
         self.drop = nn.Dropout(0.4)
-        self.forwards = 0
+        self.forwards: list[None] = []  # a number would be restored
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
+        self.forwards.append(None)
         y: Tensor = self.drop(torch.tanh(self.norm(self.linear(x))))
         return y
 
@@ -63,7 +63,7 @@ def test_recomputation_runs_when_others_have_run_and_changes_nothing(strategy: s
             optimizer.zero_grad()
     for a, b in zip(plain.buffers(), again.buffers(), strict=True):
         assert torch.equal(a, b)
-    assert [stage.forwards for stage in stages] == [5 * 2 * (1 + more) for more in reruns]
+    assert [len(stage.forwards) for stage in stages] == [5 * 2 * (1 + more) for more in reruns]
 
 
 class Warming(nn.Module):

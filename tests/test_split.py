@@ -116,6 +116,30 @@ def test_example_whose_output_is_nan_compares_equal() -> None:
     assert len(nwise.split(model, at=["1"], example=torch.randn(2, 4))) == 2
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_split_refuses_lost_modes(*, inside: bool) -> None:
+    """Regression: a model that keeps its batch norms in evaluation mode had them in training mode after `pipe.train()`."""
+
+    class Frozen(nn.Sequential):
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    frozen = Frozen(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = nn.Sequential(frozen) if inside else frozen
+    cut, example = ["0.1"] if inside else ["1"], torch.ones(2, 4)
+    who = "'0'" if inside else "`model`"
+    for given in (None, example):
+        with pytest.raises(
+            ValueError, match=f"{who} should change modes as `nn.Module` does.*a Frozen with its own `train`"
+        ):
+            nwise.split(model, at=cut, example=given)
+    nwise.split(model, at=cut, unchecked=True)
+    kept = nwise.split(nn.Sequential(frozen, nn.Linear(4, 4)), at=["1"])
+    assert not nwise.Pipeline(kept, strategy="end-to-end").train().stages[0].get_submodule("0.0").training
+
+
 def test_split_keeps_unopened_custom_sequential() -> None:
     model = nn.Sequential(Doubled(nn.Linear(4, 4)), nn.Linear(4, 4))
     assert len(nwise.split(model, at=["1"])) == 2

@@ -388,6 +388,163 @@ def test_hooks_that_add_a_gradient_are_right_or_refused(how: str, place: str) ->
             assert all(p.grad is None for p in pipe.parameters())
 
 
+@pytest.mark.parametrize("how", ["tensor", "module"])
+@pytest.mark.parametrize("beside", ["", "function"])
+def test_hooks_that_look_on_see_each_gradient_once(how: str, beside: str) -> None:
+    """Regression: in the graphs that were looked through, they got a zero gradient too, so their statistics were wrong."""
+    seen: list[float] = []
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if h.requires_grad and how == "tensor":
+                h.register_hook(lambda g: seen.append(float(g.norm())))
+            return scaled(h, self.bias) if beside else h.tanh()
+
+    x, y = batch()
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), layer := Noting(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    if how == "module":
+        layer.register_full_backward_hook(lambda _, __, outputs: seen.append(float(cast(Any, outputs)[0].norm())))
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    for _ in range(5):
+        pipe.step(x, target=y)
+    stepped, seen = seen, []
+    twin = nn.Sequential(*net)
+    for part in (slice(0, 4), slice(4, 8)):
+        (functional.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+    assert stepped == pytest.approx(5 * seen)
+
+
+@pytest.mark.parametrize("write", [lambda g: g.mul_(3), lambda g: g + 0.1])
+@pytest.mark.parametrize(("place", "strategy"), [("stage", "end-to-end"), ("head", "deep-supervision")])
+def test_hooks_that_begin_later(write: Callable[[Tensor], Tensor], place: str, strategy: str) -> None:
+    """Regression: until the next look, one that wrote in place ran twice on a kept cotangent; one that added was overlooked."""
+
+    class Late(nn.Linear):
+        begins = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            if self.begins and h.requires_grad:
+                h.register_hook(write)
+            return h.tanh()
+
+    late = Late(WIDTH, 3 if place == "head" else WIDTH)
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), late if place == "stage" else nn.Tanh(), nn.Linear(WIDTH, 3)]
+    sides = None if place == "stage" else [late, nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, sides, strategy=strategy, schedule="zero-bubble", num_microbatches=2)
+    x, y = batch()
+    for step in range(6):
+        late.begins = step >= 4
+        pipe.zero_grad()
+        if late.begins and write(torch.zeros(1)):  # it adds
+            with pytest.raises(ValueError, match="no hooks of hidden tensors that add to a gradient"):
+                pipe.step(x, target=y)
+            return
+        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+        pipe.step(x, target=y)
+        assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tensor", "number"])
+def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
+    """Regression: the second walk of a graph, with zeros, wrote over the largest gradient that a float8 backward keeps."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
+            ctx.layer, ctx.largest = layer, layer.largest
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            g, layer = grads[0], ctx.layer
+            scale = 16 / float(layer.largest if kind == "number" else ctx.largest)
+            if kind == "number":
+                layer.largest = float(g.abs().max())
+            else:
+                ctx.largest.copy_(g.abs().max())
+            return (g * scale).round() / scale, None
+
+    class Float8(nn.Linear):
+        largest: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, Scaled.apply(super().forward(x), self))  # type: ignore[no-untyped-call]
+
+    x, y = batch()
+    net: list[Any] = [Float8(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    if kind == "buffer":
+        net[0].register_buffer("largest", torch.tensor(1.0))
+    else:
+        net[0].largest = torch.tensor(1.0) if kind == "tensor" else 1.0
+    twin = nn.Sequential(*copy.deepcopy(net))
+    if kind == "buffer":
+        again = nwise.Pipeline(copy.deepcopy(net), None, strategy="end-to-end", recompute=True)
+        with pytest.raises(
+            ValueError, match="Stage 0 should keep no state in its backward with `recompute`.*Found a buffer"
+        ):
+            again.step(x, target=y)
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    for _ in range(3):
+        twin.zero_grad()
+        for part in (slice(0, 4), slice(4, 8)):
+            (functional.cross_entropy(twin(x[part]), y[part]) / 2).backward()
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+        for p, q in zip(pipe.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_losses_in_compiled_blocks_have_their_share(backend: str) -> None:
+    """Regression: the compiler traced `nwise.inject`, with the share that it had then, so two micro-batches counted twice."""
+
+    class Balanced(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return nwise.inject(h, h.square().mean())
+
+    net = [Balanced(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    x, y = batch()
+    expected = plain(net, x, y)
+    net[0].compile(backend=backend)
+    pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+class Rounding(torch.autograd.Function):
+    """Rounds gradients up or down by chance, right in the mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (grads[0] * 2**20 + torch.rand_like(grads[0])).floor() / 2**20
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_backwards_that_draw_random_numbers(num_microbatches: int) -> None:
+    """Regression: one whose graph is walked several times was taken for one that writes over what it saved, and refused."""
+    rounded: Any = Rounding.apply
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, rounded(super().forward(x)))
+
+    net = [*(Rounded(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3)]
+    sides = heads(net)
+    x, y = batch()
+    pipe = nwise.Pipeline(net, sides, strategy="2-wise", num_microbatches=num_microbatches)
+    expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+    pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-5)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
     """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""
@@ -596,7 +753,8 @@ class Moody(nn.Module):
 
     def __init__(self, draw: Callable[[Moody], bool]) -> None:
         super().__init__()
-        self.layer, self.draw, self.calls = nn.Linear(WIDTH, WIDTH), draw, 0
+        self.layer, self.draw, self.number = nn.Linear(WIDTH, WIDTH), draw, 0
+        self.calls: list[None] = []
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
         self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
         self.system = random.SystemRandom()  # has no state
@@ -604,7 +762,8 @@ class Moody(nn.Module):
         self.plain = SimpleNamespace(own=torch.Generator().manual_seed(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.number += 1
+        self.calls.append(None)
         return x + self.layer(x).tanh() if self.draw(self) else x + 0 * self.layer(x)
 
 
@@ -618,6 +777,7 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "an old generator of NumPy": lambda m: bool(m.old.rand() < 0.5),
     "a generator in a list in a dictionary": lambda m: bool(torch.rand((), generator=m.nested["list"][0]) < 0.5),
     "a generator in a tuple in a dictionary": lambda m: m.nested["tuple"][0].random() < 0.5,
+    "a number": lambda m: m.number % 3 == 0,
     "a generator of a plain object": lambda m: bool(torch.rand((), generator=m.plain.own) < 0.5),
 }
 
@@ -645,7 +805,7 @@ def test_reruns_find_the_random_numbers_of_the_first_run(source: str) -> None:
 def test_reruns_that_differ_are_refused(*, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     try:
-        net: list[nn.Module] = [Moody(lambda m: m.calls % 2 == 1), nn.Linear(WIDTH, 3)]
+        net: list[nn.Module] = [Moody(lambda m: len(m.calls) % 2 == 1), nn.Linear(WIDTH, 3)]
         pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
         x, y = batch()
         with pytest.raises(
@@ -661,7 +821,7 @@ def test_reruns_are_compared_always_if_asked() -> None:
     """A module that changes later is found with checks="always"; otherwise each shape is compared, and reruns 1, 2, 4, 8, ..."""
     x, y = batch()
     for checks in ("first", "always"):
-        net: list[nn.Module] = [Moody(lambda m: m.calls < 10), nn.Linear(WIDTH, 3)]
+        net: list[nn.Module] = [Moody(lambda m: len(m.calls) < 10), nn.Linear(WIDTH, 3)]
         pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True, checks=checks)
         with pytest.raises(ValueError, match="compute the same") if checks == "always" else warnings.catch_warnings():
             for _ in range(6):
@@ -670,7 +830,7 @@ def test_reruns_are_compared_always_if_asked() -> None:
 
 def test_reruns_that_begin_to_differ_are_refused() -> None:
     """Regression: a warm-up counter in the forward, which changed nothing at first, was never noticed."""
-    net: list[nn.Module] = [Moody(lambda m: m.calls < 16), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [Moody(lambda m: len(m.calls) < 16), nn.Linear(WIDTH, 3)]
     pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
     x, y = batch()
     for _ in range(7):
@@ -828,6 +988,19 @@ def test_hooks_of_the_nodes_of_parameters_run_once(setting: dict[str, Any]) -> N
     got = {name: main[p] for name, p in pipe.named_parameters()}
     assert_same(got, {name: g * g.norm() for name, g in expected.items()}, 1e-12)
     functional.cross_entropy(copy.deepcopy(pipe).stages[0](x)[:, :3], y).backward()  # a copy has no hooks
+
+
+def test_hooks_of_nodes_that_are_put_on_late_run_once() -> None:
+    """Regression: put on after five steps, they ran for every micro-batch until step 8."""
+    net = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe, calls = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2), []
+    x, y = batch()
+    for _ in range(5):
+        pipe.step(x, target=y)
+    node = get_gradient_edge(net[0].weight).node
+    node.register_hook(lambda *_: calls.append(net[0].weight.grad))
+    pipe.step(x, target=y)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)

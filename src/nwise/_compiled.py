@@ -6,21 +6,25 @@ it an input-gradient pass (I) costs as much as a full backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from nwise._torch import compile_call, is_compiled
+from nwise.auxiliary import allow_compiled_blocks
 from nwise.process import allow_variants, keep_buffers
 
 _MAX_VARIANTS = 256  # of all compiled modules, for training and for tests; torch's own bound for one function
 
 
 def allow_several_passes(modules: Iterable[nn.Module]) -> None:
-    """Call `keep_buffers` if a module is compiled."""
+    """Call `keep_buffers` if a module is compiled, and keep `nwise.inject` out of what the compiler traces."""
     if any(map(is_compiled, modules)):
         keep_buffers()
+    if "torch._dynamo" in sys.modules:  # a forward may call a compiled function, too
+        allow_compiled_blocks()
 
 
 def compile_module(module: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:

@@ -24,16 +24,6 @@ class HasShare(Protocol):
     share: float
 
 
-class _Present:
-    """The micro-batch at work; None outside a pipeline, where a loss counts as in plain PyTorch."""
-
-    microbatch: HasShare | None = None
-
-
-# The backward may run in a thread of autograd, so this is not a variable of the thread.
-PRESENT = _Present()
-
-
 class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, aux: Tensor) -> Tensor:
@@ -44,6 +34,29 @@ class _Inject(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, Tensor]:
         microbatch, like = ctx.microbatch, ctx.like  # type: ignore[attr-defined]
         return gradients[0], torch.ones_like(like) * (1.0 if microbatch is None else microbatch.share)
+
+
+class _Present:
+    """What a pipeline sets.
+
+    Attributes:
+        microbatch: the micro-batch at work; None outside a pipeline, where a loss counts as in plain PyTorch.
+        apply: the function behind `inject`.
+    """
+
+    def __init__(self) -> None:
+        self.microbatch: HasShare | None = None
+        self.apply: Any = _Inject.apply
+
+
+# The backward may run in a thread of autograd, so this is not a variable of the thread.
+PRESENT = _Present()
+
+
+def allow_compiled_blocks() -> None:
+    """Let compiled blocks call `inject` instead of tracing it, with the share of the micro-batch that they were traced with."""
+    if PRESENT.apply == _Inject.apply:
+        PRESENT.apply = torch.compiler.disable(_Inject.apply)
 
 
 def inject(y: Tensor, aux: Tensor) -> Tensor:
@@ -72,4 +85,5 @@ def inject(y: Tensor, aux: Tensor) -> Tensor:
             f"`aux` should be one floating-point number, the mean over the samples. Found {aux.dtype} of shape "
             f"{list(aux.shape)}; take the mean, and multiply it by its coefficient."
         )
-    return _Inject.apply(y, aux)  # type: ignore[no-untyped-call]
+    result: Tensor = PRESENT.apply(y, aux)
+    return result

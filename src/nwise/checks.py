@@ -10,7 +10,7 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any
 
-__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed"]
+__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed", "outside"]
 
 # Names that other projects use for the same method.
 _ALIASES = {
@@ -92,3 +92,15 @@ def needed(module: str, extra: str, what: str) -> Any:
         raise ImportError(
             f"{what} needs {package}, which is not installed. Install it with `pip install 'nwise[{extra}]'`."
         ) from error
+
+
+def outside() -> int:
+    """Return the `stacklevel` of a warning that names the line, outside the library, which led to it."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and _is_inside(str(frame.f_globals.get("__name__"))):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_inside(module: str) -> bool:
+    return module.partition(".")[0] in ("nwise", "torch", "contextlib") and not module.startswith("nwise.app")

@@ -1,6 +1,6 @@
-"""What a module holds beside its parameters, buffers and children: random generators and other modules in plain attributes.
+"""What a module holds beside its parameters, buffers and children: plain values, random generators, unregistered modules.
 
-`nn.Module.modules` does not list them, but the forward uses them::
+`nn.Module.modules` does not list generators and modules in plain attributes, but the forward uses them::
 
     self.generator = torch.Generator()          an attribute
     self.norms = [nn.BatchNorm1d(4)]            in a list, tuple, set or dictionary: neither registered nor switched by `eval`
@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -61,6 +63,60 @@ def held(module: nn.Module) -> Held:
                     known.update(new)
                     modules += new
     return Held(modules[registered:], list(generators))
+
+
+Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
+
+
+def values_in(*modules: nn.Module) -> Values:
+    """Return the plain values that modules, and all modules inside them, hold in attributes: modes, temperatures, drop rates.
+
+    Those in dictionaries and in plain objects, one level down, belong to them. Each holder comes with its values.
+
+    >>> values_in(nn.Dropout(0.5))[0][1]
+    {'training': True, 'p': 0.5, 'inplace': False}
+    """
+    found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
+    for part in (inner for module in modules for inner in module.modules()):
+        for name, value in (("", vars(part)), *vars(part).items()):
+            if type(value) in _LEAVES or name in _OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
+                continue
+            own = type(value).__module__.partition(".")[0] in ("nwise", "torch")
+            inside = value if isinstance(value, dict) else {} if own else getattr(value, "__dict__", {})
+            if plain := {key: item for key, item in inside.items() if _is_plain(key, item)}:
+                found.append((inside, plain))
+    return found
+
+
+def _is_plain(name: str, value: object) -> bool:
+    return type(value) in _LEAVES and (name == "training" or name not in _OF_TORCH)
+
+
+@contextmanager
+def with_values(values: Values) -> Iterator[None]:
+    """Run the body with these values in their holders, then restore the present ones."""
+    present = [(inside, _put(inside, then)) for inside, then in values]
+    try:
+        yield
+    finally:
+        for inside, now in reversed(present):  # modules may share a holder
+            _put(inside, now)
+
+
+def _put(inside: dict[str, Any], values: Mapping[str, object]) -> Mapping[str, object]:
+    """Put values into a holder; return those that it had."""
+    if all(map(is_, map(inside.get, values), values.values())):
+        return values
+    before = {name: inside.get(name) for name in values}
+    inside.update(values)
+    return before
+
+
+def tensors_in(*modules: nn.Module) -> list[Tensor]:
+    """Return the buffers and the tensors in plain attributes of modules, and of all modules inside them."""
+    parts = [part for module in modules for part in module.modules()]
+    values = [value for part in parts for value in (*part._buffers.values(), *vars(part).values())]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _inside(value: Any, depth: int) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nwise._torch import MODULE_CALLS, uncompiled, version
+from nwise.checks import outside
 from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
@@ -138,7 +139,7 @@ class Terms:
                 f"The samples of `microbatches` should have one length if nwise does not know what the loss {self._name!r} "
                 "averages over. Found several lengths; every micro-batch is weighted by its samples. If the loss averages over "
                 "anything else, such as tokens, give it a method `count(target)`, as `nwise.losses.TokenCrossEntropy` has.",
-                stacklevel=5,  # from here through `given`, `parts` and `step` to the training loop
+                stacklevel=outside(),
             )
 
     def _warn_of_ignored(self, labels: Tensor) -> None:
@@ -153,7 +154,7 @@ class Terms:
                 "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
                 "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
                 "how many terms the loss averages over.",
-                stacklevel=7,  # from here through `weights`, `batch`, `Step.run` and `step` to the training loop
+                stacklevel=outside(),
             )
 
 

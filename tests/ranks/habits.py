@@ -43,7 +43,9 @@ def data(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.double(), y) for x, y in batches(count)]
 
 
-def clipped(clip: Callable[[nwise.Pipeline], Any], count: int = 4) -> tuple[nwise.Pipeline, nn.Sequential]:
+def clipped(
+    clip: Callable[[nwise.Pipeline], Any], count: int = 4, *, set_to_none: bool = True
+) -> tuple[nwise.Pipeline, nn.Sequential]:
     """Train with a way of clipping."""
     model, heads = network()
     pipe = pipeline(model, heads, seed=0)
@@ -52,8 +54,21 @@ def clipped(clip: Callable[[nwise.Pipeline], Any], count: int = 4) -> tuple[nwis
         pipe.step(x, target=y)
         clip(pipe)
         update.step()
-        update.zero_grad()
+        update.zero_grad(set_to_none)
     return pipe, model
+
+
+def plateau(count: int = 10) -> None:
+    """Train with a rate that follows the last loss, which one rank has."""
+    pipe = pipeline(*network(), seed=0)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(update, patience=1)
+    for x, y in data(1) * count:
+        losses = pipe.step(x, target=y)
+        update.step()
+        update.zero_grad()
+        scheduler.step(losses.last)
+    pipe.close()
 
 
 def unscaled(pipe: nwise.Pipeline) -> None:
@@ -89,6 +104,10 @@ def main() -> dict[str, Any]:
     found["clipped by torch"] = told(
         lambda: clipped(lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 0.05))[0].close()
     )
+    found["clipped, then set to zero"] = told(
+        lambda: clipped(lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 0.05), set_to_none=False)[0].close()
+    )
+    found["plateau"] = told(plateau)
     found["scaled alike"] = told(lambda: clipped(unscaled)[0].close())
     norms: list[float] = []
     pipe, model = clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))

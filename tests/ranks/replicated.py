@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,17 @@ def refusals() -> dict[str, str]:
     alike.module[0].weight.requires_grad_(RANK == 0)  # type: ignore[index]
     try_to("frozen later", step)
     alike.module.requires_grad_(True)
+
+    said["equal buffers"] = said["buffers"] = ""
+    for name in ("equal buffers", "buffers"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for own in (False, True):  # what is no state may differ
+                mean = torch.full((2,), float(RANK) if own or name == "buffers" else 1.0)
+                alike.module.register_buffer("table" if own else "mean", mean, persistent=not own)
+            for _ in range(4):
+                replicas.start()
+        said[name] = " ".join(str(one.message) for one in caught)
     return said
 
 

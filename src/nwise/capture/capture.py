@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from nwise._torch import has_hooks
 from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
 from nwise.capture.surroundings import Surroundings
+from nwise.checks import outside
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
@@ -146,7 +147,7 @@ class Capture:
             warnings.warn(
                 f"A captured pipeline should have at most {_LIMIT} kinds of steps, such as shapes of the batch. Found another; "
                 "steps of further kinds run without capture. Pad the batches. This warning appears once.",
-                stacklevel=5,
+                stacklevel=outside(),
             )
         return None
 
@@ -216,7 +217,7 @@ class Capture:
         warnings.warn(
             f"A step should be captured. Found that it cannot be: {cause}. This process runs without capture, with the same "
             "results.",
-            stacklevel=6,
+            stacklevel=outside(),
         )
 
     def __reduce__(self) -> Any:

@@ -130,6 +130,8 @@ def split(
         refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
     elif not unchecked:
         _refuse_custom_forward(model, pieces)
+    if not unchecked:
+        _refuse_custom_modes(model, pieces)
     return stages
 
 
@@ -238,9 +240,7 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
 
 def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
-    for path in ["", *sorted(opened)]:
-        module = model.get_submodule(path)
+    for path, module in _opened(model, pieces):
         if lost := _custom(module, known=is_hugging_face(model)):
             raise ValueError(
                 f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
@@ -248,6 +248,25 @@ def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
                 "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
             )
+
+
+def _refuse_custom_modes(model: nn.Module, pieces: Iterable[str]) -> None:
+    """Refuse a module whose way to change modes, such as one that keeps its norms frozen, is lost with it."""
+    for path, module in _opened(model, pieces):
+        for name in ("train", "eval"):
+            method = getattr(module, name)
+            if not f"{method.__module__}.".startswith(_LIBRARIES):
+                raise ValueError(
+                    f"{repr(path) if path else '`model`'} should change modes as `nn.Module` does, because `train` and `eval` of "
+                    f"the stages reach its children one by one. Found a {type(module).__name__} with its own `{name}`; move it "
+                    "into the child whose mode it changes, or pass `unchecked=True` and set the modes yourself."
+                )
+
+
+def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose children stages hold one by one, with their names."""
+    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
+    return [(path, model.get_submodule(path)) for path in ["", *sorted(opened)]]
 
 
 def _custom(module: nn.Module, *, known: bool) -> str:

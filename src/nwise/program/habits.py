@@ -1,8 +1,9 @@
-"""What a training loop does with the gradients between two steps, to warn of two habits that spoil training in silence.
+"""What a training loop does with the gradients between two steps, to warn of three habits that spoil training in silence.
 
 - The optimizer has only the main network's parameters, so the heads never learn.
 - Under several processes torch's `clip_grad_norm_` sees the stages of its own process, so each process scales its gradients by
   another factor.
+- Under several processes a scheduler that follows a loss gets nan where the loss is not computed, so the rates go apart.
 
 A look compares a few tensors with copies of them; it costs something at the steps 1, 2, 4, 8, ... only.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nwise._looks import is_due
 from nwise._torch import versions
+from nwise.checks import outside
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
@@ -41,7 +45,10 @@ class Habits:
         self._looks = False  # whether the last step was number 1, 2, 4, 8, ...
         self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
         self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
-        self._gradient: tuple[Tensor, Tensor] | None = None  # a gradient and some of its values
+        self._gradient: tuple[Tensor, Tensor, Tensor] | None = None  # a parameter, its gradient, and some of its values
+        self._update: Any = None  # the hook of the next update
+        self._factor: float | None = None  # by which the gradient had been scaled at the last update
+        self._rate = self._first_rate = 0.0  # of the parameter
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
         self._warned = self._warned_of_heads = False
         processes.before_close(self.look_at_factors)
@@ -54,16 +61,33 @@ class Habits:
             graded = [p for p in learning(self.stages) if p.grad is not None]
             self._versions = dict(zip(graded, versions(graded), strict=True))
         if self._processes.size > 1 and not self._warned:
-            self._gradient = _sample(p.grad for p in learning(self.stages))
+            self._gradient, update = _sample(learning(self.stages)), weakref.WeakMethod(self._at_update)
+            if self._update is None:
+                self._update = register_optimizer_step_pre_hook(lambda optimizer, *_: _call(update, optimizer))
+
+    def _at_update(self, optimizer: Optimizer) -> None:
+        """Note the factor and the rate, just before an update."""
+        if self._gradient is None:
+            return
+        parameter, *gradient = self._gradient
+        for group in optimizer.param_groups:
+            if any(p is parameter for p in group["params"]):
+                self._factor, self._rate = _factor(*gradient), float(group["lr"]) if "lr" in group else 0.0
+                self._first_rate = self._first_rate or self._rate
 
     def before_step(self) -> None:
         """Warn if the loop has left out heads or scaled the gradients of each process by another factor."""
         if self._looks and self._versions:
             self._look_at_heads()
         if self._looks and self._processes.size > 1:
-            factor, self._gradient = None if self._gradient is None else _factor(*self._gradient), None
-            self._processes.post(f"factor/{self._steps}", factor)
+            if self._update is not None:
+                self._update.remove()
+            rate = self._rate / self._first_rate if self._first_rate else None
+            if self._factor is None and self._gradient is not None:  # an update by hand
+                self._factor = _factor(*self._gradient[1:])
+            self._processes.post(f"factor/{self._steps}", [self._factor, rate])
             self._posted.append(self._steps)
+            self._gradient = self._update = self._factor = None
         self.look_at_factors()
         self._steps += 1
         self._looks = is_due(self._steps)
@@ -88,27 +112,33 @@ class Habits:
                 f"Heads should be trained with their stages. Found gradients of the heads of stages {found} that no "
                 "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
                 "(`requires_grad_(False)`). This warning appears once.",
-                stacklevel=4,  # at the caller of `step`
+                stacklevel=outside(),
             )
 
     def look_at_factors(self) -> None:
         """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
         while self._posted and (factors := self._processes.posted(f"factor/{self._posted[0]}")) is not None:
             step = self._posted.pop(0)
-            known = [(factor, rank) for rank, factor in enumerate(factors) if factor is not None]
-            (low, first), (high, second) = (min(known), max(known)) if known else ((1.0, 0), (1.0, 0))
-            if high - low > 1e-3 * max(abs(high), abs(low)) and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"All processes should scale their gradients alike. Found a factor of {low:.3g} on rank {first} and of "
-                    f"{high:.3g} on rank {second} after step {step}, because torch's `clip_grad_norm_` sees the stages of one "
-                    "process only; use `nwise.clip_grad_norm_(pipe, max_norm)`. This warning appears once.",
-                    stacklevel=4,
+            scaled, rates = (_apart(numbers) for numbers in zip(*factors, strict=True))
+            said = ""
+            if scaled:
+                said = (
+                    f"All processes should scale their gradients alike. Found a factor of {scaled} after step {step}, because "
+                    "torch's `clip_grad_norm_` sees the stages of one process only; use `nwise.clip_grad_norm_(pipe, max_norm)`."
                 )
+            elif rates:
+                said = (
+                    f"All processes should change their learning rates alike. Found a factor of {rates} between the first rate "
+                    f"and that of step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it "
+                    "the last loss of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
+                )
+            if said and not self._warned:
+                self._warned = True
+                warnings.warn(f"{said} This warning appears once.", stacklevel=outside())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without the tensors of a comparison."""
-        return {**self.__dict__, "_versions": {}, "_gradient": None}
+        return {**self.__dict__, "_versions": {}, "_gradient": None, "_update": None}
 
 
 def _held() -> set[Tensor]:
@@ -117,13 +147,26 @@ def _held() -> set[Tensor]:
     return {p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
 
 
-def _sample(gradients: Iterable[Tensor | None]) -> tuple[Tensor, Tensor] | None:
-    """Return the last gradient that has values, and some of them."""
+def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer) -> None:
+    if (bound := method()) is not None:
+        bound(optimizer)
+
+
+def _sample(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the last parameter whose gradient has values, the gradient, and some of the values."""
     found = None
-    for gradient in gradients:
-        if gradient is not None and gradient.layout is torch.strided and gradient.numel() > 1:
-            found = gradient
-    return None if found is None else (found, sample(found))
+    for p in parameters:
+        if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel() > 1:
+            found = p, p.grad
+    return None if found is None else (*found, sample(found[1]))
+
+
+def _apart(numbers: Sequence[float | None]) -> str:
+    """Say which ranks have the least and the largest number, if these differ; None does not count."""
+    known = [(number, rank) for rank, number in enumerate(numbers) if number is not None]
+    (low, first), (high, second) = (min(known), max(known)) if known else ((1.0, 0), (1.0, 0))
+    apart = high - low > 1e-3 * max(abs(high), abs(low))
+    return f"{low:.3g} on rank {first} and of {high:.3g} on rank {second}" if apart else ""
 
 
 def _factor(gradient: Tensor, before: Tensor) -> float | None:

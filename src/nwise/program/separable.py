@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import BatchNorm, Norm, clear_forward_hooks, versions
+from nwise.checks import outside
 from nwise.held import held
 from nwise.microbatch import Batch, Dim, Parts
 from nwise.randomness import seeded
@@ -111,7 +112,7 @@ def _alone(
                 f"{name} should compute every sample alone in training mode, too. Found other values for the whole mini-batch "
                 f"than for its {len(sizes)} micro-batches, as of a batch normalisation that is written by hand, so the gradients "
                 f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}.",
-                stacklevel=7,  # from here through `_looking`, `Step.run` and `step` to the training loop
+                stacklevel=outside(),
             )
     return made
 
@@ -307,7 +308,7 @@ class WatchedLoss:
             f"The loss of stage {k} should be a mean over the samples, or over terms that its method `count(target)` counts. "
             f"Found {float(whole):.6g} for the whole mini-batch and {float(apart):.6g} from {len(order)} micro-batches, so the "
             f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once.",
-            stacklevel=6,  # from here through `_looking`, `__exit__`, `Step.run` and `step` to the training loop
+            stacklevel=outside(),
         )
 
     def _of_all(self, outputs: Sequence[Any], batch: Batch, order: Sequence[int], seed: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from nwise._dtensor import is_dtensor
 from nwise._looks import is_due
 from nwise.batchnorm import DeferredBatchNorm
+from nwise.checks import outside
 from nwise.randomness import derive
 from nwise.stage.stage import Stage
 
@@ -41,7 +43,7 @@ class Replicas:
         self._groups: dict[bool, list[dict[Tensor, None]]] = {False: [], True: []}
         self._flags: list[float] = []  # of the modes and the trainable parameters of this replica
         self._sparse: dict[Tensor, None] = {}  # parameters whose gradients are sparse in some replica
-        self._steps = 0
+        self._steps, self._warns = 0, True
         make_equal(group, stage)
 
     def start(self) -> None:
@@ -56,6 +58,7 @@ class Replicas:
         # Before steps 1, 2, 4, 8, ...: it reads all parameters.
         if is_due(self._steps):
             check_equal(self._group, self._stage)
+            self._warns = self._warns and not warn_of_buffers(self._group, self._stage)
         self._steps += 1
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
         for p, _ in self._before:
@@ -263,6 +266,33 @@ def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
             f"differ by {float(largest[worst]):.2g} of the largest one; load the same weights and make the same updates in all "
             "replicas."
         )
+
+
+def warn_of_buffers(group: dist.ProcessGroup, stage: Stage) -> bool:
+    """Warn if the replicas of a stage have other buffers, which their forwards have moved; return whether they have."""
+    mine = {}
+    for owner, part in _parts(stage):
+        saved = part.state_dict()  # other buffers, such as tables that grow with the input, may differ
+        for name, b in part.named_buffers():
+            if name in saved and b.layout is torch.strided and not b.is_complex():
+                values = b.detach().double().nan_to_num()
+                mine[f"{owner}.{name}"] = float(values.sum()), float(values.abs().sum())
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, mine, group=group)
+    found = [
+        name
+        for name, (total, size) in mine.items()
+        if any(abs(other.get(name, (total,))[0] - total) > _TOLERANCE * size for other in everywhere)
+    ]
+    if found:
+        warnings.warn(
+            f"All replicas of stage {stage.index} should have the same buffers. Found other values of {', '.join(found[:3])}"
+            f"{', ...' if len(found) > 3 else ''}, which the forward of each moves by its own samples; for batch norms call "
+            "`nwise.defer_batchnorm(pipe)`, let other forwards take the mean over the replicas, or register what may differ with "
+            "`persistent=False`. This warning appears once.",
+            stacklevel=outside(),
+        )
+    return bool(found)
 
 
 _TOLERANCE = 1e-6

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
@@ -61,6 +62,7 @@ class Step:
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
             engine.run(self.schedule, self.number, batch, self.on_action)
             batch.hand_back()
+        self.hooks.registered = RemovableHandle.next_id
         return batch.results(self.schedule.num_stages)
 
     def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:

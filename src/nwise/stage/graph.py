@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from nwise._dtensor import is_dtensor
 from nwise._torch import run_backward, versions
+from nwise.randomness import seeded
 
 _NOTHING_ELSE = nullcontext()
 
@@ -131,10 +132,21 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def without_updates(parameters: Sequence[Tensor], what: str) -> Iterator[None]:
-    """Raise ValueError if the body, a walk through a graph, changes parameters: the next micro-batch would find other ones."""
-    before = versions(parameters)
+def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Raise ValueError if the body, a walk through a graph, changes what it should leave.
+
+    Args:
+        parameters: parameters; the next micro-batch would find other ones.
+        copies: buffers that a forward that ran again had instead of the module's own, which would not change.
+        what: owner of the graph.
+    """
+    before, lent = versions(parameters), versions(copies)
     yield
+    if lent != versions(copies):
+        raise ValueError(
+            f"{what.capitalize()} should keep no state in its backward with `recompute`, whose second forward has copies of the "
+            "buffers. Found a buffer that its backward changes, as the scaling of float8 does; set `recompute=False`."
+        )
     if before != versions(parameters):
         raise ValueError(
             f"{what.capitalize()} should leave updates to the time after `step`. Found parameters that its backward changes; "
@@ -171,7 +183,8 @@ def surplus(
         for x in wanted:
             x.grad = None
         try:
-            with torch.autograd.set_detect_anomaly(False):  # a user's function may divide by the norm of a cotangent
+            # A user's function may divide by the norm of a cotangent, and may draw random numbers, such as for rounding.
+            with torch.autograd.set_detect_anomaly(False), seeded(0, seeds[0].device):
                 add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             return [x.grad for x in wanted]
         finally:
@@ -183,8 +196,9 @@ def surplus(
             if first is not None and second is not None and not _close(first, second):
                 raise ValueError(
                     f"{what} should give the same gradients each time its graph is walked, because this strategy walks it "
-                    "several times. Found other ones the second time; let its `torch.autograd.Function` leave the tensors that "
-                    "it saved as they are, or use an order and strategy with one pass, such as 'end-to-end'."
+                    "more than once. Found other ones the second time; let the backward of its `torch.autograd.Function` leave "
+                    "the tensors that it saved as they are and keep no state, or use an order and strategy with one pass, such "
+                    "as 'end-to-end'."
                 )
     added = walk([torch.zeros_like(seed) for seed in seeds])
     return [g if g is not None and _counts(g) else None for g in added]

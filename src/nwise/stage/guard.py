@@ -12,9 +12,13 @@ So graphs number 1, 2, 4, 8, ... are looked through when they are made, and deci
 
     what the graph has             a walk
     torch's operations alone       is made at once, as is the only walk with a share of 1
-    hooks of hidden tensors        is made at once, if a look with the cotangent 0 has found nothing; else it is refused
+    hooks of hidden tensors        is followed by one with the cotangent 0 if a hook has changed a gradient, and refused if that
+                                   has found anything
     functions of the user's        is followed by one with the cotangent 0, in the graphs that are looked through, and in all
                                    once one of them has added anything
+
+What only looks on notices nothing of the walks with the cotangent 0: hooks that change no gradient rest, and what a function's
+backward keeps in buffers is restored.
 """
 
 from __future__ import annotations
@@ -22,13 +26,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nwise._looks import is_due
-from nwise._torch import has_custom, has_foreign
+from nwise._torch import has_custom, has_foreign, versions
+from nwise.held import tensors_in, values_in, with_values
+from nwise.microbatch import Batch
 from nwise.stage.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
-from nwise.stage.hooks import has_hooks, noted, resting
+from nwise.stage.hooks import noted, resting, watched
 from nwise.stage.tape import Look, Tape
 
 
@@ -53,22 +62,26 @@ class Guard:
         always: whether to look through every graph.
 
     Attributes:
+        owners: modules in which a function's backward may keep a state.
         graphs: number of graphs so far.
+        registered: number of hooks that the forward of the last graph has put on.
         writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
     """
 
     def __init__(self, owner: str, always: bool) -> None:
-        self.graphs = 0
+        self.owners: Sequence[nn.Module] = ()
+        self.graphs = self.registered = 0
         self.writes: bool | None = None
         self._owner, self._always = owner, always
         self._adds: bool | None = None  # whether a graph has added anything; None until a walk shows it
         self._functions = False  # whether a graph has had functions that are not torch's plain operations
         self._foreign = False  # whether a graph has had functions of the user's, which may begin to add something
 
-    @property
-    def due(self) -> bool:
-        """Whether to look through the next graph."""
-        return self._always or is_due(self.graphs + 1)
+    def due(self, batch: Batch) -> bool:
+        """Return whether to look through the next graph, of a mini-batch."""
+        # Walks with the cotangent 0 will follow, and hooks that only look on should rest in them.
+        hooks = self._foreign and self.registered and self._owner not in batch.looked
+        return self._always or bool(hooks) or is_due(self.graphs + 1)
 
     @property
     def unknown(self) -> bool:
@@ -83,13 +96,14 @@ class Guard:
     @contextmanager
     def watching(self, leaves: Sequence[Tensor]) -> Iterator[Noted]:
         """Note what the body, which makes a graph, does to tensors; raise ValueError if it calls ``backward``."""
-        seen = Noted()
+        seen, before = Noted(), RemovableHandle.next_id
         with (
             without_backward(leaves, self._owner),
             noted("register_hook", seen.hooked),
             noted("requires_grad_", seen.asked),
         ):
             yield seen
+        self.registered = RemovableHandle.next_id - before
 
     def look_through(
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], named: Mapping[str, Tensor], seen: Noted, look: Look
@@ -113,31 +127,42 @@ class Guard:
         self._functions |= custom
         self._foreign |= has_foreign(nodes)
         look.suspect |= custom
-        look.hooked = bool(seen.hooked) or has_hooks(nodes)
+        hidden = [x for x in seen.hooked if not isinstance(x, nn.Parameter)]
+        self._watch(watched(hidden, nodes, look.moved), len(hidden) == len(seen.hooked), look)
         if look.suspect or look.hooked:
             self.writes = True
 
-    def prepare(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], look: Look, tape: Tape
-    ) -> None:
+    def notice(self, roots: Sequence[Tensor], registered: int, look: Look) -> None:
+        """Note the hooks of a graph that was not looked through, whose forward has put on others than the one before.
+
+        Args:
+            roots: its outputs.
+            registered: how many the forward has put on.
+            look: what is known of the graph.
+        """
+        self.registered = registered
+        if registered:
+            hooks = watched((), nodes_of(roots), look.moved)
+            self._watch(hooks, sum(map(len, hooks)) == registered, look)
+            self.graphs, self.writes = 0, True  # the next graph is looked through
+
+    def _watch(self, hooks: list[dict[int, Any]], complete: bool, look: Look) -> None:
+        look.hooks, look.hooked = hooks, bool(hooks) or not complete
+        if not complete:
+            look.moved.append(None)
+
+    def prepare(self, look: Look, tape: Tape) -> None:
         """Decide how the next walk through a graph is made.
 
         Args:
-            roots, seeds: as for `add_gradients`.
-            leaves: all leaves of the graph that any walk wants.
             look: what is known of the graph.
             tape: the micro-batch.
-
-        Raises:
-            ValueError: hooks of hidden tensors add to gradients.
         """
         # A coefficient may grow from zero at any step, so the first micro-batch of each looks.
         looks = self._foreign and tape.share != 1 and self._owner not in tape.batch.looked
         if not look.suspect and (self._adds or looks):
             tape.batch.looked.add(self._owner)
             look.suspect = True
-        if look.hooked and not look.suspect:
-            self._refuse_hooks(roots, seeds, leaves, tape)
 
     def walk(
         self,
@@ -154,38 +179,66 @@ class Guard:
 
         Args:
             roots, seeds, wanted: as for `add_gradients`.
-            leaves, look, tape: as for `prepare`, which comes before.
+            leaves: all leaves of the graph that any walk wants.
+            look, tape: as for `prepare`, which comes before.
             again: whether another walk will follow.
+
+        Raises:
+            ValueError: hooks of hidden tensors add to gradients, or another walk would give other ones.
         """
         only, look.walked = not again and not look.walked, True
         if not look.suspect or (only and tape.share == 1):  # what a graph adds counts as it is
-            add_gradients(roots, seeds, wanted, retain_graph=again)
+            checks = look.hooked and tape.share != 1
+            add_gradients(roots, seeds, wanted, retain_graph=again or checks)
+            if checks:
+                self.refuse_hooks(roots, seeds, leaves, look, tape)
             return
         share, now = tape.share, set(wanted)
         with resting(leaves):  # a sum over replicas has to wait for the correction
+            states = tensors_in(*self.owners)
+            before = versions(states)
             add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
-            tape.share = 0.0  # `nwise.inject` has counted already
-            extra = surplus(roots, seeds, leaves, self._owner if again else None)
-        tape.share = share
+            moved = [x for x, old, new in zip(states, before, versions(states), strict=True) if old != new]
+            extra = self._extra(roots, seeds, leaves, look, tape, moved, self._owner if again else None)
         for tensor, added in zip(leaves, extra, strict=True):
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - share))
         self._adds = bool(self._adds) or any(added is not None for added in extra)
 
-    def _refuse_hooks(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], tape: Tape
+    def refuse_hooks(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], look: Look, tape: Tape
     ) -> None:
-        """Raise ValueError, before a walk, if a graph whose only code of the user's is hooks adds anything."""
+        """Raise ValueError, after a walk, if a graph whose only code of the user's is hooks adds anything; arguments as there."""
         # A number that is added for each sample counts in full, and the gradient of a mean by its share. A hook does not tell.
-        if not leaves or tape.share == 1:
+        if not leaves or tape.share == 1 or not look.moved:
             return
-        share, tape.share = tape.share, 0.0  # `nwise.inject` counts already
         with resting(leaves):
-            extra = surplus(roots, seeds, leaves)
-        tape.share = share
+            extra = self._extra(roots, seeds, leaves, look, tape)
         if any(added is not None for added in extra):
             raise ValueError(
                 f"{self._owner} should have no hooks of hidden tensors that add to a gradient, because they would add once for "
                 "each micro-batch and pass. Found one; add the loss by `nwise.inject`, change the gradients of parameters by "
                 "`Parameter.register_hook`, or use one micro-batch and the strategy 'end-to-end'."
             )
+
+    def _extra(
+        self,
+        roots: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        look: Look,
+        tape: Tape,
+        states: Sequence[Tensor] = (),
+        what: str | None = None,
+    ) -> list[Tensor | None]:
+        """Return what `surplus` finds, without the hooks that only look on, and restore the states of a backward."""
+        kept = [x.clone() for x in states]
+        share, tape.share = tape.share, 0.0  # `nwise.inject` has counted already
+        try:
+            with resting((), () if look.moved else look.hooks), with_values(values_in(*self.owners)):
+                return surplus(roots, seeds, leaves, what)
+        finally:
+            tape.share = share
+            with torch.no_grad():
+                for state, value in zip(states, kept, strict=True):
+                    state.copy_(value)

@@ -10,14 +10,17 @@ user has put on a parameter expects one `backward`. So its hooks rest during the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from nwise._dtensor import is_dtensor
 from nwise._looks import is_due
 from nwise._torch import gradient_hooks, with_hooks
 
@@ -25,10 +28,17 @@ _NOTHING_ELSE = nullcontext()
 
 
 class Hooks:
-    """Finds the hooks of parameters, those of the nodes that accumulate their gradients in the calls 1, 2, 4, 8, ... only."""
+    """Finds the hooks of parameters.
+
+    It looks for those of the nodes that accumulate their gradients in the calls 1, 2, 4, 8, ..., and after any hook was put on
+    between two steps.
+
+    Attributes:
+        registered: how many hooks torch had counted in this process at the end of the last step or look.
+    """
 
     def __init__(self) -> None:
-        self._calls = 0
+        self.registered = self._calls = 0
         self._of_nodes: dict[Tensor, list[Any]] = {}
 
     def once(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -42,10 +52,11 @@ class Hooks:
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have hooks; one call of a step."""
         parameters, self._calls = list(parameters), self._calls + 1
-        if is_due(self._calls):
+        if is_due(self._calls) or RemovableHandle.next_id != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
                 found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
+            self.registered = RemovableHandle.next_id
         return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
 
     def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
@@ -94,19 +105,56 @@ def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) ->
                 hook(p)
 
 
-def has_hooks(nodes: Iterable[Node]) -> bool:
-    """Return whether any node has hooks of its own, as backward hooks of modules put on them."""
-    return any(hooks for node in nodes for hooks in hooks_of(node))
+def watched(hidden: Iterable[Tensor], nodes: Iterable[Node], moved: list[object]) -> list[dict[int, Any]]:
+    """Return the dictionaries of a graph's hooks, and let each hook tell when it changes a gradient.
+
+    Args:
+        hidden: hidden tensors on which the forward has put hooks.
+        nodes: nodes of the graph, on which the backward hooks of modules are.
+        moved: list to which every hook is appended that changes a gradient.
+    """
+    hooks = [gradient_hooks(x)[0] for x in dict.fromkeys(hidden)] + [one for node in nodes for one in hooks_of(node)]
+    for one in hooks:
+        one.update({key: partial(_telling, hook, moved) for key, hook in one.items()})
+    return [one for one in hooks if one]
+
+
+def _telling(hook: Callable[..., Any], moved: list[object], gradients: Any, *others: Any) -> Any:
+    """Run a hook; append it to `moved` if the gradients that it returns, or leaves, are not those that it gets."""
+    single = not isinstance(gradients, tuple)
+    given = (gradients,) if single else gradients
+    before = [g if g is None else g.clone() for g in given]
+    result = hook(gradients, *others)
+    after = given if result is None else (result,) if single else result
+    if not all(map(_equal, before, after)):
+        moved.append(hook)
+    return result
+
+
+def _equal(before: Tensor | None, after: Tensor | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    if before.dtype != after.dtype or before.shape != after.shape or before.is_nested:
+        return False
+    if is_dtensor(before) and is_dtensor(after):
+        before, after = before.to_local(), after.to_local()
+    return torch.allclose(before.to_dense(), after.to_dense(), rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
-def resting(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them."""
-    taken = [_taken(gradient_hooks(x)[1]) for x in tensors]
+def resting(tensors: Sequence[Tensor], others: Sequence[dict[int, Any]] = ()) -> Iterator[None]:
+    """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them.
+
+    Args:
+        tensors: the tensors that have the gradients.
+        others: dictionaries of other hooks that rest, too.
+    """
+    hooks = [*(gradient_hooks(x)[1] for x in tensors), *others]
+    taken = list(map(_taken, hooks))
     try:
         yield
     finally:
-        _put_back([gradient_hooks(x)[1] for x in tensors], taken)
+        _put_back(hooks, taken)
 
 
 @contextmanager

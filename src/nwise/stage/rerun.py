@@ -1,14 +1,14 @@
 """A second run of a stage's forward, as `recompute` lets it: in the state of the first run, and compared with it.
 
 The second run makes the graph that the first one did not keep. It must compute the same, or the gradients belong to other
-activations. Random numbers, buffers and old versions of parameters are restored; what else a forward depends on, such as a
-counter in an attribute, is not. So the outputs are compared.
+activations. Random numbers, buffers, plain values in attributes and old versions of parameters are restored; what else a forward
+depends on, such as a list in an attribute, is not. So the outputs are compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise.held import held
+from nwise.held import held, values_in, with_values
 from nwise.tensors import Tensors
 
 
@@ -29,21 +29,25 @@ class FirstRun:
 
     Attributes:
         outputs: what `keep` has kept; None to compare nothing.
+        lent: the copies that `buffers` has returned last.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        self._module, self._random = module, _states(module)
+        self._module, self._random, self._values = module, _states(module), values_in(module)
         self.outputs: Tensors | None = None
+        self.lent: Sequence[Tensor] = ()
 
     def buffers(self) -> Mapping[str, Tensor]:
         """Return copies of the buffers that the run found."""
-        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+        copies = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        self.lent = list(copies.values())
+        return copies
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the body with the random states that the run found, then restore the present ones."""
-        with random_states_kept(self._module):
+        """Run the body with the random states and plain values that the run found, then restore the present ones."""
+        with random_states_kept(self._module), with_values(self._values):
             for restore, state in self._random:
                 restore(state)
             yield
@@ -62,7 +66,7 @@ class FirstRun:
         if self.outputs is not None and not all(map(_same, self.outputs, outputs)):
             raise ValueError(
                 f"{stage.capitalize()} should compute the same when it runs again, as `recompute` lets it. Found another output: "
-                "its forward depends on something that the first run changed, such as an attribute. "
+                "its forward depends on something that the first run changed, such as a list or an object in an attribute. "
                 "Keep such states in buffers, draw from the global generators of torch, Python or NumPy, or set "
                 "`recompute=False`."
             )

@@ -18,11 +18,12 @@ and carries its result to the tape of a neighbour::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nwise._looks import is_due
 from nwise.auxiliary import PRESENT
@@ -99,6 +100,8 @@ class Stage:
         if module is not self.module or head is not self.head:
             self._guard.graphs = self._head_guard.graphs = 0
         self.module, self.head = module, head
+        self._guard.owners = [module]
+        self._head_guard.owners = [one for one in (head, self.loss_fn) if isinstance(one, nn.Module)]
         main, self.learns = _walk(module)
         side, self.head_learns = _walk(head)
         return main + side
@@ -135,7 +138,7 @@ class Stage:
             elif action.kind is Kind.HEAD:
                 self._run_head(tape)
             elif action.kind in PASSES:
-                with _NOTHING_ELSE if tape.versions is None else tape.versions.modes():
+                with _NOTHING_ELSE if tape.versions is None else tape.versions.values():
                     made = self._backward(tape, action.kind, action.message, continued)
             else:
                 raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
@@ -204,7 +207,7 @@ class Stage:
             kind = type(tape.versions), len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
                 self._kind, guard.graphs = kind, 0
-            look.checked = guard.due
+            look.checked = guard.due(tape.batch)
         if tape.versions is not None:
             weights = tape.versions.computing(buffers, checked=look.checked)
         else:
@@ -221,8 +224,11 @@ class Stage:
             refuse_attributes(outputs, f"The output of {self._name}")
             guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
         else:
+            before = RemovableHandle.next_id
             with weights:
                 outputs = run_unchanged(self.module, tape.inputs, self._name)
+            if RemovableHandle.next_id - before != guard.registered:
+                guard.notice(outputs, RemovableHandle.next_id - before, look)
         guard.graphs += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -232,7 +238,8 @@ class Stage:
         target, weight = batch.targets[m], batch.weights[m][self.index]
         batch.draws.begin("head", self.index, m, tape.outputs[0].device)
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        guard, look = self._head_guard, Look(checked=self._head_guard.due)
+        guard, look = self._head_guard, Look(checked=self._head_guard.due(batch))
+        before = RemovableHandle.next_id
         watching = guard.watching(leaves) if look.checked else nullcontext(Noted())
         with unchanged(leaves, f"The head or loss of stage {self.index}"), watching as seen:
             try:
@@ -259,7 +266,9 @@ class Stage:
             if look.checked:
                 named = {} if self.head is None else dict(self.head.named_parameters())
                 guard.look_through([loss], wrt, named, seen, look)
-            guard.prepare([loss], seeds, wrt, look, tape)
+            elif RemovableHandle.next_id - before != guard.registered:
+                guard.notice([loss], RemovableHandle.next_id - before, look)
+            guard.prepare(look, tape)
             guard.graphs += 1
             guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
         # A micro-batch without terms gives zeros, so its auxiliary losses count; the gradient of its mean would be nan.
@@ -293,10 +302,16 @@ class Stage:
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         guard, look = self._guard, tape.look
-        with weights_used, without_updates(self.learns, self._name) if look.checked else _NOTHING_ELSE:
+        checks: AbstractContextManager[None] = _NOTHING_ELSE
+        if look.checked:
+            checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
+        with weights_used, checks:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-                tape.kept.replay(partial(add_gradients, retain_graph=again))
+                tape.kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
                 tape.kept = None
+                if look.moved:  # a hook on the way to parameters alone
+                    roots = [y for y in tape.outputs if y.requires_grad]
+                    guard.refuse_hooks(roots, roots, self._leaves(tape), look, tape)
             else:
                 leaves = [x for x in tape.inputs if inputs and x.requires_grad]
                 seeds = tape.cotangents(message, apart=guard.writes is not False or self._always)
@@ -305,7 +320,7 @@ class Stage:
                 everything: list[Tensor] = []  # that a pass of the micro-batch may want
                 if pairs and (guard.wary or look.suspect or look.hooked):
                     everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
-                    guard.prepare(outputs, cotangents, everything, look, tape)
+                    guard.prepare(look, tape)
                 keeps = keeps and not look.suspect
                 learns = self._leaves(tape) if weights or keeps else []
                 if pairs and keeps:
@@ -314,6 +329,8 @@ class Stage:
                             # Without kept cotangents, W will read these once more.
                             safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
+                    if look.hooked:
+                        guard.refuse_hooks(outputs, cotangents, everything, look, tape)
                 elif pairs and (learns or leaves):
                     guard.walk(outputs, cotangents, learns + leaves, everything, look, tape, again=again)
                 # A tensor's hook may write over its argument, too.

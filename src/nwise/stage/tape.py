@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +29,17 @@ class Look:
     Args:
         checked: whether it was looked through.
         suspect: whether it may add gradients that do not come from its outputs, so its walks have to look.
-        hooked: whether its hooks may do so.
+        hooked: whether it has hooks of hidden tensors, which may do so.
+        hooks: their dictionaries.
+        moved: what has changed a gradient: hooks, or None for one that cannot be watched.
         walked: whether it has been walked.
     """
 
     checked: bool = False
     suspect: bool = False
     hooked: bool = False
+    hooks: Sequence[dict[int, Any]] = ()
+    moved: list[object] = field(default_factory=list)
     walked: bool = False
 
 

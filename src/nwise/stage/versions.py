@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._dtensor import is_dtensor
 from nwise._torch import version
-from nwise.modes import in_modes, modes_in
+from nwise.held import values_in, with_values
 from nwise.stage.hooks import add_to_grad, noted
 
 
@@ -53,8 +53,8 @@ class Versions(ABC):
     def passing(self) -> AbstractContextManager[object]:
         """Let the body run a pass."""
 
-    def modes(self) -> AbstractContextManager[object]:
-        """Let the body run with the modules in the modes of the forward."""
+    def values(self) -> AbstractContextManager[object]:
+        """Let the body run with the modules in the modes of the forward, and with their other values."""
         return nullcontext()
 
     @contextmanager
@@ -103,7 +103,7 @@ class Stashed(Versions):
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module, name)
         self._parameters = {key: _learning_like(p, p.detach().clone()) for key, p in self._parameters.items()}
-        self._modes = modes_in(module)
+        self._values = values_in(module)
 
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> AbstractContextManager[object]:
         return self._with_copies(buffers, checked=checked)
@@ -112,8 +112,8 @@ class Stashed(Versions):
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
         return holding(self._module, self._parameters, self._name)
 
-    def modes(self) -> AbstractContextManager[object]:
-        return in_modes(self._modes)
+    def values(self) -> AbstractContextManager[object]:
+        return with_values(self._values)
 
 
 class InMemory(Versions):
@@ -192,15 +192,15 @@ class Recomputed(InMemory):
         present = self._parameters
         self._parameters = {key: _copy(p) for key, p in present.items()}
         self._owners = _by_memory(self._parameters, present)
-        self._modes = modes_in(module)
+        self._values = values_in(module)
 
     @contextmanager
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
         with self._with_copies(buffers, checked=checked), super().computing(buffers, checked=checked):
             yield
 
-    def modes(self) -> AbstractContextManager[object]:
-        return in_modes(self._modes)
+    def values(self) -> AbstractContextManager[object]:
+        return with_values(self._values)
 
 
 class _Saved(NamedTuple):
