@@ -24,7 +24,7 @@ from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baselin
 from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
-from nwise.schedule.named import ORDERS, choose, named_schedule
+from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.sweep import Deadlock, merge
@@ -172,18 +172,18 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more stages in a window than there are
             flows = flows_for(strategy, a, m)
-        weights = strategy_ages(strategy, flows).weights
+        ages = strategy_ages(strategy, flows)
         factors = [numbers.uniform(0.5, 2) for _ in range(a)]
         costs = Costs(
             factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]), message_bytes=0.5,
             bandwidth=numbers.choice([float("inf"), 1.0]),
         )  # fmt: skip
         placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
-        bound = lower_bound(flows, costs, placement, weights)
+        bound = lower_bound(flows, costs, placement, ages)
         pace = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5])
         schedules = []
         with suppress(Deadlock):
-            latest = message_ages(flows, weights)
+            latest = message_ages(flows, ages.weights)
             schedules = paced(flows, placement, latest, costs, cap=numbers.choice([1, m]), pace=pace)
         for schedule in schedules:
             validate(schedule)
@@ -229,7 +229,7 @@ def test_best_order_of_two_stages_is_optimal() -> None:
         shortest = float("inf")
         for words in itertools.product(*(interleavings(k, kind) for k, kind in enumerate(kinds))):
             try:
-                other = timed(make_schedule("any", [[flow, flow]], lambda *_: list(words)), costs)  # noqa: B023
+                other = timed(make_schedule("any", ((flow, flow),), lambda *_: list(words)), costs)  # noqa: B023
             except ValueError as error:
                 assert "deadlock" in str(error)  # noqa: PT017 - some of them are
                 continue
@@ -413,7 +413,7 @@ def test_rotating_blocks_average_over_their_cycle() -> None:
     found = of("rotating-2", 8, 8)
     assert found.period == 28
     assert len(found.schedule.flows) == 2
-    assert [a.turn for a in found.actions[3] if a.kind is Kind.UPDATE] == [0, 1]
+    assert [a.minibatch for a in found.actions[3] if a.kind is Kind.UPDATE] == [0, 1]
     line = simulate(found.schedule, REAL, cycles=6)
     assert line.period == pytest.approx(28)
 
@@ -447,7 +447,7 @@ def test_hogwild_never_waits_without_micro_batches(num_stages: int) -> None:
     for name, steps in (("hogwild", 2), ("hogwild-least", 1), ("hogwild-forward-least", 1)):
         found = of(name, num_stages, 1, PAPER)
         assert found.period == 2
-        assert found.schedule.ages == tuple(steps * k for k in reversed(range(num_stages)))
+        assert found.schedule.ages.weights == tuple(steps * k for k in reversed(range(num_stages)))
 
 
 # Lists ---------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_messages_are_sent_as_soon_as_they_exist() -> None:
 @pytest.mark.parametrize("rule", [partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
 def test_one_process_can_run_any_lists(rule: Any) -> None:
     flow = find_flow(nwise.NWise(3).credit(6))
-    schedule = make_schedule("?", [[flow] * 3], rule)
+    schedule = make_schedule("?", ((flow,) * 3,), rule)
     order, tasks = merge(schedule.graph, schedule.lists[0]), schedule.graph.tasks
     done = set()
     for task in order:
@@ -696,6 +696,21 @@ def test_interleaved_order_of_uneven_stages() -> None:
     """Five stages on two ranks ended in a deadlock."""
     flows = flows_for(nwise.NWise(2), 5, 2)
     validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), None, Costs(1, 0, 1, 1)))
+
+
+def test_order_by_rank_keeps_its_lists_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4 stages on 3 ranks it became a list schedule under its name: the needs of interleaved 1F1B were those of all."""
+
+    def stagewise(batch: Any, minibatch: int, placement: tuple[int, ...]) -> list[Any]:
+        stages = depth_first(batch, minibatch)
+        return [tuple(a for one in stages for a in one if placement[a.stage] == rank) for rank in range(3)]
+
+    monkeypatch.setitem(RULES, "stagewise", NamedOrder(depth_first, by_rank=stagewise))
+    flows = flows_for(nwise.Local(), 4, 5)
+    schedule = named_schedule("stagewise", flows, (0, 0, 1, 2), None, Costs(1, 0, 1, 1))
+    validate(schedule)
+    lists = [tuple(a for a in one if a.kind is not Kind.UPDATE) for one in schedule.work]
+    assert lists == stagewise(flows[0], 0, (0, 0, 1, 2))
 
 
 def test_jitter_keeps_stages_back() -> None:

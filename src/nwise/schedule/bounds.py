@@ -9,9 +9,9 @@ There are three::
 
                     start of a --- head ---> [ work of s ] --- tail ---> end of b
 
-The third contains the first two. For each turn it gives a matrix of least times from rank a to rank b. Gradients of age d have
-d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs, per
-call. It holds for every order, with or without fusion of W and I.
+The third contains the first two. For each mini-batch it gives a matrix of least times from rank a to rank b. Gradients of age d
+have d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs,
+per call. It holds for every order, with or without fusion of W and I.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from nwise.flow import Flow
+from nwise.flow import Flow, Flows, counted
 from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.ages import Ages
 from nwise.schedule.clock import Clock, Wait
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.graph import Flows, TaskGraph, counted, held_back, task_graph
+from nwise.schedule.graph import TaskGraph, held_back, task_graph
 from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 
@@ -72,7 +73,7 @@ def lower_bound(
     flows: Flows,
     costs: Costs,
     placement: Placement,
-    ages: tuple[int, ...],
+    ages: Ages,
     enough: float = math.inf,
     *,
     pairs: bool = True,
@@ -82,10 +83,10 @@ def lower_bound(
     Large schedules get a cheaper, less sharp bound.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         costs: costs of one micro-batch.
         placement: rank of every stage.
-        ages: age of every stage's weight gradients.
+        ages: age of every pass.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
         pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
@@ -93,23 +94,24 @@ def lower_bound(
     known = resource_bound(flows, costs, placement)
     sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
     # A stage that is held back starts its next forward once its activation has been taken.
-    for k in held_back(flows, placement, oldest=max(ages)):
+    for k in held_back(flows, placement, ages):
         once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
-        known = max(known, once / (1 + max(ages)))
+        known = max(known, once / (1 + ages.oldest))
     # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
     per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
     effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
     # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
-    calls = [1 + max(age for age, rank in zip(ages, placement, strict=True) if rank == r) for r in range(num_ranks)]
+    calls = [
+        1 + max(age for age, rank in zip(ages.weights, placement, strict=True) if rank == r) for r in range(num_ranks)
+    ]
     # From the start of rank a's list to its end takes at least least[a, a], and its next list starts after that: a cycle, whose
     # mean no order can beat. A cycle through several ranks, a -> b -> a, is longer only where messages of one rank's path return
     # over another rank. The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
     for several in (False, True)[: 1 + pairs]:
         if known >= enough * (1 - CLOSE) or effort * num_ranks**several > _MOST_EFFORT:
             break
-        batches = dict.fromkeys(map(tuple, flows))
-        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in batches}
-        known = max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
+        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in set(flows)}
+        known = max(known, len(flows) * _longest_cycle([matrices[batch] for batch in flows], calls))
     return known
 
 
@@ -121,15 +123,13 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
     return time - price.overhead if shared else time
 
 
-def _least_times(
-    flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool
-) -> Matrix:
+def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ages: Ages, *, pairs: bool) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
     # By its number every task comes after all that it needs. The updates come on top.
-    graph = task_graph([flows], placement)
+    graph = task_graph((batch,), placement)
     actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
     price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
-    work = np.array([_least(price[a.stage], a, flows[a.microbatch]) for a in actions])
+    work = np.array([_least(price[a.stage], a, batch[a.microbatch]) for a in actions])
     ranks = np.array(graph.ranks[: len(actions)])
     before = _before(graph, actions, costs)
     # Longest paths if a rank could run any number of actions at once: from the start of rank a's list to the start of every
@@ -143,7 +143,7 @@ def _least_times(
     np.add.at(updates, list(placement), [one.update for one in price])
     for i, action in reversed(list(enumerate(actions))):
         # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
-        if action.kind is not Kind.INPUT_GRAD or ages[action.stage] == max(ages):
+        if action.kind is not Kind.INPUT_GRAD or ages.weights[action.stage] == ages.oldest:
             tails[i, ranks[i]] = max(tails[i, ranks[i]], updates[ranks[i]])
         for other, lag in before[i]:
             np.maximum(tails[other], tails[i] + (work[i] + lag), out=tails[other])
@@ -213,15 +213,15 @@ def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
     """Return the largest mean of a cycle, per call; 0 if there is none above 0.
 
     Args:
-        matrices: weight of the arc from every rank to every other, ``[turns][rank, rank]``.
+        matrices: weight of the arc from every rank to every other, ``[cycle][rank, rank]``.
         calls: number of calls that an arc to a rank takes.
     """
-    # A schedule with one action for every turn and rank. The actions take no time but wait for each other.
-    turns, size = len(matrices), len(calls)
-    waits: list[list[Wait]] = [[] for _ in range(turns * size)]
-    for turn, matrix in enumerate(matrices):
+    # A schedule with one action for every mini-batch and rank. The actions take no time but wait for each other.
+    cycle, size = len(matrices), len(calls)
+    waits: list[list[Wait]] = [[] for _ in range(cycle * size)]
+    for minibatch, matrix in enumerate(matrices):
         for a, b in np.argwhere(matrix > -np.inf).tolist():
-            cycles, to = divmod(turn + calls[b], turns)
-            waits[to * size + b].append((turn * size + a, float(matrix[a, b]), cycles))
-    lists = [[node] for node in range(turns * size)]
-    return period(Clock(lists, [0.0] * len(lists), waits)) / turns
+            cycles, to = divmod(minibatch + calls[b], cycle)
+            waits[to * size + b].append((minibatch * size + a, float(matrix[a, b]), cycles))
+    lists = [[node] for node in range(cycle * size)]
+    return period(Clock(lists, [0.0] * len(lists), waits)) / cycle

@@ -14,7 +14,7 @@ from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
 from nwise.schedule.sweep import Deadlock
 
-Lists = list[list[list[int]]]  # [turns][ranks][tasks]
+Lists = list[list[list[int]]]  # [calls][ranks][tasks]
 
 
 # A task to do, the number of its mini-batch, and the last call that may run it.
@@ -81,7 +81,7 @@ class ListScheduler:
         # Number of tasks of every stage and micro-batch that are left, by mini-batch.
         self._tape = [(a.stage, a.microbatch) for a in tasks]
         totals = [
-            Counter(self._tape[n] for n, a in enumerate(tasks) if a.turn == t and a.kind is not Kind.UPDATE)
+            Counter(self._tape[n] for n, a in enumerate(tasks) if a.minibatch == t and a.kind is not Kind.UPDATE)
             for t in range(len(calls))
         ]
         self._left = [totals[batch % len(calls)].copy() for batch in range(len(self._calls))]
@@ -205,8 +205,9 @@ class ListScheduler:
             return (2, 0, -k)
         if kind is Kind.WEIGHT_GRAD:
             return (3, 0, 0)
-        far = self._graph.stage(task).cotangent(action.message).far
-        return (1, far - k, k)
+        if kind in (Kind.INPUT_GRAD, Kind.BOTH):
+            return (1, self._graph.stage(task).cotangent(action.message).far - k, k)
+        raise ValueError(f"Only computations and updates should have an urgency. Found {action}.")
 
     def _ready(self, work: _Work, rank: int, now: float) -> bool:
         """Tell whether a rank may start a task now."""
