@@ -25,7 +25,7 @@ from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
 from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
-from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
+from nwise.schedule.orders import Paced, depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.sweep import Deadlock, merge
 from timelines import in_flight, waiting
@@ -181,10 +181,10 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
         bound = lower_bound(flows, costs, placement, ages)
         pace = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5])
-        schedules = []
+        schedules = list[Schedule]()
         with suppress(Deadlock):
-            latest = message_ages(flows, ages.weights)
-            schedules = paced(flows, placement, latest, costs, cap=numbers.choice([1, m]), pace=pace)
+            made = Paced(flows, placement, message_ages(flows, ages.weights), costs)
+            schedules += made.schedules(numbers.choice([1, m]), pace)
         for schedule in schedules:
             validate(schedule)
             assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 from nwise.checks import check_at_least
@@ -15,7 +15,7 @@ from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.orders import Actions, make_schedule, paced
+from nwise.schedule.orders import Actions, Paced, make_schedule
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import Deadlock
@@ -199,9 +199,11 @@ def _candidates(
                 graphs.setdefault(fuse, made.graph)
                 yield made
 
+    paced = cache(partial(Paced, flows, placement, ages, costs))  # made for the first pace
+
     def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
-            yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound) if ages.stashes else ()
+            yield from paced().schedules(cap, pace * bound) if ages.stashes else ()
 
     # Under a delay a message may run in any of several calls. Lists made at a pace choose the call, those of a rule do not:
     #

@@ -80,7 +80,7 @@ def make_schedule(
     elif num_ranks == 1 and cap is None:
         calls = [[merge(graph, call)] for call in lists]
     else:
-        [(graph, calls)] = ListScheduler(graph, lists, costs, cap).run()
+        [(_, calls)] = ListScheduler(graph, lists, costs, cap).run()
     return with_updates(order, graph, calls)
 
 
@@ -99,35 +99,45 @@ def schedule_by_rank(
     return with_updates(order, *_numbered(lists, flows, placement, ages or message_ages(flows)))
 
 
-def paced(
-    flows: Flows,
-    placement: Placement,
-    latest: Ages,
-    costs: Costs,
-    *,
-    cap: int,
-    pace: float,
-) -> list[Schedule]:
-    """Return list schedules of delayed gradients in which a message may have another age in every micro-batch.
-
-    There are none if no cycle of calls could be repeated; try another pace.
+class Paced:
+    """Makes list schedules of delayed gradients in which a message may have another age in every micro-batch.
 
     Args:
         flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage.
         latest: age of every weight gradient, and largest age of every message.
         costs: costs of one micro-batch, which decide when actions are ready.
-        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
-        pace: least time between two calls of a rank, such as a lower bound on the period.
 
     Raises:
-        Deadlock: `cap` is so small that ranks wait for each other.
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
-    rule = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
-    graph, lists = _numbered(rule, flows, placement, message_ages(flows, latest.weights, "early"))
-    cycles = ListScheduler(replace(graph, ages=latest), lists, costs, cap, latest=latest, pace=pace).run()
-    return [with_updates("paced", chosen, calls) for chosen, calls in cycles]
+
+    def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> None:
+        lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
+        graph, self._calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
+        self._graph, self._latest, self._costs = replace(graph, ages=latest), latest, costs
+        self._schedulers: dict[int, ListScheduler] = {}
+        self._known: set[object] = set()
+
+    def schedules(self, cap: int, pace: float) -> Iterator[Schedule]:
+        """Iterate over the schedules that a simulation gives, without those known from an earlier one.
+
+        There are none if no cycle of calls could be repeated; try another pace.
+
+        Args:
+            cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
+            pace: least time between two calls of a rank, such as a lower bound on the period.
+
+        Raises:
+            Deadlock: `cap` is so small that ranks wait for each other.
+        """
+        if cap not in self._schedulers:
+            self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, latest=self._latest)
+        for ages, calls in self._schedulers[cap].run(pace):
+            key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
+            if key not in self._known:
+                self._known.add(key)
+                yield with_updates("paced", self._graph.aged(ages), calls)
 
 
 def _numbered(
