@@ -20,10 +20,26 @@ from numpy.typing import NDArray
 
 import nwise
 from nwise.flow import find_flow, flows_for
-from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baseline, best, simulate, timed, validate
+from nwise.schedule import (
+    PAPER,
+    Costs,
+    Kind,
+    Schedule,
+    Timed,
+    arrange,
+    baseline,
+    best,
+    bounds,
+    simulate,
+    timed,
+    validate,
+)
 from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
+from nwise.schedule.costs import prices
+from nwise.schedule.graph import task_graph
+from nwise.schedule.greedy import urgency
 from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
 from nwise.schedule.orders import Paced, depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
@@ -475,6 +491,39 @@ def test_messages_are_sent_as_soon_as_they_exist() -> None:
                 assert following == action._replace(kind=Kind.SEND_ACTIVATION)
 
 
+@pytest.mark.parametrize("name", ["end-to-end", "2-wise-mean", "3-wise-delay-1", "rotating-2-microbatch"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_least_times_are_those_of_the_definition(name: str, pairs: bool) -> None:
+    """The longest paths one arc after another, and the sum of head, work and tail for every set of a rank's actions."""
+    strategy = nwise.strategy(name)
+    batch, ages = flows_for(strategy, 3, 2)[0], strategy_ages(strategy, flows_for(strategy, 3, 2))
+    costs = Costs([1, 2, 1.5], 0.5, [1, 0.7, 2], 1, update=[0.1, 0.2, 0.4], latency=0.3, overhead=0.02, chain_share=0.5)
+    graph = task_graph((batch,), (0, 1, 0))
+    actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
+    after, before, lags = bounds._arcs(graph, actions, costs)
+    arcs = sorted(zip(after.tolist(), before.tolist(), lags.tolist(), strict=True))
+    work = [bounds._least(prices(costs, 3)[a.stage], a, batch[a.microbatch]) for a in actions]
+    heads = [[0.0 if rank == graph.ranks[i] else -np.inf for rank in range(2)] for i in range(len(actions))]
+    last = [a.kind is not Kind.INPUT_GRAD or ages.weights[a.stage] == ages.oldest for a in actions]
+    tails = [
+        [[0.5, 0.2][r] if last[i] and r == graph.ranks[i] else -np.inf for r in range(2)] for i in range(len(actions))
+    ]
+    for task, other, lag in arcs:
+        heads[task] = [max(heads[task][a], heads[other][a] + work[other] + lag) for a in range(2)]
+    for task, other, lag in reversed(arcs):
+        tails[other] = [max(tails[other][b], tails[task][b] + work[task] + lag) for b in range(2)]
+    found = bounds._least_times(batch, costs, (0, 1, 0), ages, pairs=pairs)
+    for a, b in itertools.product(range(2), repeat=2):
+        sums = [-np.inf]
+        for rank in range(2) if pairs or a == b else ():
+            here = [i for i in range(len(actions)) if graph.ranks[i] == rank]
+            # Sets of all actions with a head and a tail of at least some size are enough: any other gains by becoming one.
+            for h, t in itertools.product((heads[i][a] for i in here), (tails[i][b] for i in here)):
+                inside = [i for i in here if heads[i][a] >= h and tails[i][b] >= t]
+                sums.append(h + sum(work[i] for i in inside) + t if inside else -np.inf)
+        assert found[a, b] == pytest.approx(max(sums), rel=1e-12)
+
+
 @pytest.mark.parametrize("rule", [partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
 def test_one_process_can_run_any_lists(rule: Any) -> None:
     flow = find_flow(nwise.NWise(3).credit(6))
@@ -696,6 +745,18 @@ def test_interleaved_order_of_uneven_stages() -> None:
     """Five stages on two ranks ended in a deadlock."""
     flows = flows_for(nwise.NWise(2), 5, 2)
     validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), None, Costs(1, 0, 1, 1)))
+
+
+def test_kinds_without_a_place_in_the_orders_are_refused() -> None:
+    """A kind of action that somebody adds had age 0, and list scheduling asked for its cotangent."""
+    flows = flows_for(nwise.EndToEnd(), 2, 1)
+    sent = nwise.schedule.Action(Kind.SEND_GRADIENT, 1, 0, 0)
+    with pytest.raises(ValueError, match=r"Only computations and updates should have an age. Found SG1\(0.0\)"):
+        message_ages(flows).of(sent)
+    with pytest.raises(ValueError, match=r"Only computations and updates should have an urgency. Found SG1\(0.0\)"):
+        urgency(sent, task_graph(flows))
+    with pytest.raises(ValueError, match=r"Only computations and updates should have a price. Found SG1\(0.0\)"):
+        prices(PAPER, 2)[1].time(sent, flows[0][0].stages[1])
 
 
 def test_order_by_rank_keeps_its_lists_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

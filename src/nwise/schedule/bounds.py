@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from nwise.schedule.placement import Placement
 __all__ = ["stage_work"]
 
 Matrix = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 CLOSE = 1e-9  # times that differ by less than this share are equal
 # Largest number of comparisons; larger schedules get only the cheaper bounds.
@@ -131,61 +133,81 @@ def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ag
     price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
     work = np.array([_least(price[a.stage], a, batch[a.microbatch]) for a in actions])
     ranks = np.array(graph.ranks[: len(actions)])
-    before = _before(graph, actions, costs)
+    after, before, lags = _arcs(graph, actions, costs)
     # Longest paths if a rank could run any number of actions at once: from the start of rank a's list to the start of every
     # action, and from the end of every action to the end of rank b's list.
     heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
-    for i, rank in enumerate(ranks):
-        heads[i, rank] = 0.0
-        for other, lag in before[i]:
-            np.maximum(heads[i], heads[other] + (work[other] + lag), out=heads[i])
+    heads[range(len(actions)), ranks] = 0.0
     updates = np.zeros(num_ranks)  # a rank updates its stages one after another
     np.add.at(updates, list(placement), [one.update for one in price])
-    for i, action in reversed(list(enumerate(actions))):
+    for i, action in enumerate(actions):
         # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
         if action.kind is not Kind.INPUT_GRAD or ages.weights[action.stage] == ages.oldest:
-            tails[i, ranks[i]] = max(tails[i, ranks[i]], updates[ranks[i]])
-        for other, lag in before[i]:
-            np.maximum(tails[other], tails[i] + (work[i] + lag), out=tails[other])
+            tails[i, ranks[i]] = updates[ranks[i]]
+    _lengthen(heads, after, before, work[before] + lags)
+    last = len(actions) - 1  # the first of those that are counted from the end
+    _lengthen(tails[::-1], last - before, last - after, work[after] + lags)
     least = np.full((num_ranks, num_ranks), -np.inf)
+    every = np.arange(num_ranks)
     for s in range(num_ranks):
         here = ranks == s
-        for a in range(num_ranks):
-            ends = slice(None) if pairs else slice(a, a + 1)
-            bound = _jackson(heads[here, a], work[here], tails[here, ends])
-            least[a, ends] = np.maximum(least[a, ends], bound)
+        # All ends b of one start a at a time; or all starts, each with itself as the end.
+        for a, b in [(np.full(num_ranks, one), every) for one in every] if pairs else [(every, every)]:
+            bound = _jackson(heads[here][:, a], work[here], tails[here][:, b])
+            least[a, b] = np.maximum(least[a, b], bound)
     return least
 
 
-def _before(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> list[list[tuple[int, float]]]:
-    """Return for every task its predecessors, each with the time that its result travels."""
+def _lengthen(paths: Matrix, nodes: Numbers, others: Numbers, times: Matrix) -> None:
+    """Continue paths along arcs, in place, so each node has its longest one.
+
+    Args:
+        paths: lengths of the paths that end at every node, ``[node, start]``; -inf without one.
+        nodes, others: the node to which every arc leads, and an earlier one from which it comes, ``[arc]``.
+        times: time of every arc, ``[arc]``.
+    """
+    # All nodes of a level are done at once. A node's level is the number of arcs on the longest way to it.
+    levels = [0] * len(paths)
+    for node, other in sorted(zip(nodes.tolist(), others.tolist(), strict=True)):
+        levels[node] = max(levels[node], levels[other] + 1)
+    level = np.array(levels)[nodes]
+    order = np.lexsort((nodes, level))
+    nodes, others, times, level = nodes[order], others[order], times[order], level[order]
+    for begin, end in pairwise([*np.flatnonzero(np.diff(level, prepend=0)).tolist(), len(level)]):
+        first = np.flatnonzero(np.diff(nodes[begin:end], prepend=-1))  # arc of each node
+        here = nodes[begin:end][first]
+        longest = np.maximum.reduceat(paths[others[begin:end]] + times[begin:end, None], first)
+        paths[here] = np.maximum(paths[here], longest)
+
+
+def _arcs(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> tuple[Numbers, Numbers, Matrix]:
+    """Return tasks, for each of them one that comes before it, and the time that the result of that travels, ``[arc]``."""
     # Swapping two micro-batches of one flow changes no time. So actions of one kind and flow run in their order, without loss of
     # generality, and each also comes after the one before it.
     sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(graph.placement))]
     which = {flow: i for i, flow in enumerate(counted(graph.flows))}
     flows = [which[flow] for flow in graph.flows[0]]
     last: dict[tuple[Kind, int, int | None, int], int] = {}
-    before: list[list[tuple[int, float]]] = []
+    arcs: list[tuple[int, int, float]] = []
     for task, action in enumerate(actions):
         k = action.stage
-        earlier = [
-            (n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0) for n, _, link in graph.needs[task]
-        ]
+        for n, _, link in graph.needs[task]:
+            arcs.append((task, n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0))
         key = (action.kind, k, action.message, flows[action.microbatch])
         if key in last:
-            earlier.append((last[key], 0.0))
+            arcs.append((task, last[key], 0.0))
         last[key] = task
-        before.append(earlier)
-    return before
+    after, before, lags = zip(*arcs, strict=True) if arcs else ((), (), ())
+    return np.array(after, int), np.array(before, int), np.array(lags, float)
 
 
 def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
-    """Return for each end b the largest sum (least head + work + least tail) over all sets of one stage's actions.
+    """Return for each column the largest sum (least head + work + least tail) over all sets of one rank's actions.
 
     Args:
-        heads: time before each action, ``[action]``.
+        heads: time before each action, ``[action, column]``; -inf if nothing leads to it.
         work: duration of each action, ``[action]``.
-        tails: time after each action until the end of every b, ``[action, b]``.
+        tails: time after each action, ``[action, column]``.
     """
     # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
     # Sorted by falling head, such a set is a prefix of the actions without the actions of a smaller tail:
@@ -194,18 +216,14 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
     #     tail                       5    2    7    3    6     t = 3, the tail of action 3
     #     inside                     x    .    x    x    x
     #     load                       w0   w0   +w2  +w3  +w4   the work of every prefix, in one cumulative sum
-    known = heads > -np.inf
-    if not known.any():
-        return np.full(tails.shape[1], -np.inf)
-    order = np.argsort(-heads[known], kind="stable")
-    heads, work, tails = heads[known][order], work[known][order], tails[known][order]
-    # The actions are the last axis, as sums along neighbouring numbers are several times as fast.
-    tails = np.ascontiguousarray(tails.T)
-    inside = tails[:, None, :] >= tails[:, :, None]  # [b, threshold, action]
-    load = np.cumsum(inside * work, axis=2)
-    load += heads
-    load[~inside] = -np.inf
-    values: Matrix = (load.max(axis=2) + tails).max(axis=1)
+    order = np.argsort(-heads, axis=0, kind="stable")
+    heads, tails = (np.take_along_axis(times, order, 0) for times in (heads, tails))
+    inside = tails[:, :, None] >= tails.T  # [action, column, threshold]
+    load = inside * work[order][:, :, None]
+    for before, after in pairwise(load):  # sums along the last axis, or by `cumsum`, take several times as long
+        after += before
+    load += heads[:, :, None]
+    values: Matrix = (load.max(axis=0, where=inside, initial=-np.inf) + tails.T).max(axis=1)
     return values
 
 
