@@ -85,15 +85,15 @@ PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 COMPUTATIONS = (Kind.FORWARD, Kind.HEAD, *PASSES)
 
 
-def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, minibatch: int = 0) -> list[Action]:
+def passes(stage: StageFlow, index: int, microbatch: int, minibatch: int = 0, *, fuse: bool = True) -> list[Action]:
     """Return the backward actions of a stage, nearest loss first, and for equal losses W last.
 
     Args:
         stage: work of the stage.
         index: index of the stage.
         microbatch: index of the micro-batch.
-        fuse: whether one pass B replaces an I and a W that share their cotangent (default: True).
         minibatch: see `Action`.
+        fuse: whether one pass B replaces an I and a W that share their cotangent (default: True).
     """
     together = stage.fused if fuse else None
     actions = [

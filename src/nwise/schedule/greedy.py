@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.ages import Ages
 from nwise.schedule.clock import durations
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
@@ -27,13 +26,12 @@ class ListScheduler:
     """Simulates calls in which every rank takes the most urgent ready task: its head, a pass, a forward, then weights.
 
     Args:
-        graph: the task graph; with ages to choose, that of the smallest.
+        graph: the task graph; in each micro-batch a message may have any age from that of its task to that in `graph.ages`.
         calls: for each call of the cycle the tasks of every stage.
         costs: costs of one micro-batch, which decide when tasks are ready.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if ranks
             may reorder the tasks of a stage; None if they may not.
-        latest: largest ages of messages; in each micro-batch a message may have any age from that in the graph to this one.
-            Default: None, the ages in the graph.
+        paced: whether runs keep a pace, so the calls become alike, though after more rounds; default: False.
     """
 
     # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the
@@ -50,17 +48,17 @@ class ListScheduler:
         costs: Costs,
         cap: int | None,
         *,
-        latest: Ages | None = None,
+        paced: bool = False,
     ) -> None:
         placement, tasks = graph.placement, graph.tasks
         # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
         delays = [max(tasks[task].age for call in calls for task in call[k]) for k in range(len(placement))]
         # A delay fills the pipeline in several rounds.
         rounds = 1 if not any(delays) else max(delays) + 2
-        if latest is not None:  # the calls become alike later, in a deep pipeline after more of them
+        if paced:  # more in a deep pipeline
             rounds += max(10, 6 + len(placement) // 2)
         self.tasks, self.count = tasks, len(calls) * rounds
-        self._graph, self._calls, self._latest = graph, calls, latest
+        self._graph, self._calls, self._paced = graph, calls, paced
         self.queues = [self._made(rank, reorders=cap is not None) for rank in range(1 + max(placement))]
         self.duration, self.latency = durations(graph, costs), costs.latency
         self.needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
@@ -84,14 +82,11 @@ class ListScheduler:
         queues: dict[object, list[list[_Work]]] = {}
         for first, call in enumerate(self._calls):
             for task in (task for k, one in enumerate(call) if self._graph.placement[k] == rank for task in one):
-                a, slack = self._graph.tasks[task], 0
-                if self._latest is not None and a.kind is Kind.INPUT_GRAD:
-                    slack = self._latest.of(a) - a.age
-                works = queues.setdefault(
-                    (a.stage, a.kind, a.message) if reorders else a.stage, [[] for _ in range(self.count)]
-                )
+                a = self._graph.tasks[task]
+                key = (a.stage, a.kind, a.message) if reorders else a.stage
+                works, oldest = queues.setdefault(key, [[] for _ in range(self.count)]), self._graph.ages.of(a)
                 for number in range(first, self.count, len(self._calls)):
-                    works[number].append((task, number - a.age, number + slack))
+                    works[number].append((task, number - a.age, number - a.age + oldest))
         return [
             ([work for works in queue for work in works], list(accumulate(map(len, queue))))
             for queue in queues.values()
@@ -100,8 +95,8 @@ class ListScheduler:
     def run(self, pace: float = 0.0) -> Iterator[tuple[list[int], Lists]]:
         """Simulate all calls, and iterate over cycles of them that are schedules: the age of every task, and the lists.
 
-        That is the last cycle, once a delay has filled the pipeline; with ages to choose it is every cycle that repeats, latest
-        first, or none.
+        That is the last cycle, once a delay has filled the pipeline; with a pace it is every cycle that repeats, latest first, or
+        none.
 
         Args:
             pace: least time from a rank's first work in a call to its next call; default: 0.
@@ -111,7 +106,7 @@ class ListScheduler:
         """
         done, size = _Run(self, pace).run(), len(self._calls)
         # No call follows the last cycle, so all that is left runs there.
-        for first in [len(done) - size] if self._latest is None else reversed(range(0, len(done) - size, size)):
+        for first in [len(done) - size] if not self._paced else reversed(range(0, len(done) - size, size)):
             cycle = done[first : first + size]
             ages = self._ages(cycle, first)
             if ages is not None:

@@ -87,12 +87,7 @@ def make_schedule(
 def schedule_by_rank(
     order: str, flows: Flows, rule: RankRule, placement: Placement, ages: Ages | None = None
 ) -> Schedule | None:
-    """Return the schedule of a rule that makes the list of every rank itself; None if the rule is not made for these arguments.
-
-    Args:
-        order, flows, placement, ages: as for `make_schedule`.
-        rule: the rule.
-    """
+    """Return the schedule of a rule that makes the list of every rank; None if it is not made for these arguments."""
     lists = [found for i, batch in enumerate(flows) if (found := rule(batch, i, placement)) is not None]
     if len(lists) < len(flows):
         return None
@@ -115,7 +110,7 @@ class Paced:
     def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> None:
         lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
         graph, self._calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
-        self._graph, self._latest, self._costs = replace(graph, ages=latest), latest, costs
+        self._graph, self._costs = replace(graph, ages=latest), costs
         self._schedulers: dict[int, ListScheduler] = {}
         self._known: set[object] = set()
 
@@ -132,7 +127,7 @@ class Paced:
             Deadlock: `cap` is so small that ranks wait for each other.
         """
         if cap not in self._schedulers:
-            self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, latest=self._latest)
+            self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, paced=True)
         for ages, calls in self._schedulers[cap].run(pace):
             key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
             if key not in self._known:
@@ -193,10 +188,7 @@ def depth_first(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Acti
         tuple(
             a
             for m, flow in enumerate(flows)
-            for a in (
-                *forwards(flow.stages[k], k, m, minibatch),
-                *passes(flow.stages[k], k, m, fuse=fuse, minibatch=minibatch),
-            )
+            for a in (*forwards(flow.stages[k], k, m, minibatch), *passes(flow.stages[k], k, m, minibatch, fuse=fuse))
         )
         for k in range(len(flows[0].stages))
     ]
@@ -251,20 +243,9 @@ def one_forward_one_backward(flows: Batch, minibatch: int, *, fuse: bool = True)
     ]
 
 
-def interleaved(flows: Batch, minibatch: int, placement: Placement, *, fuse: bool = True) -> list[Actions] | None:
-    """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches.
-
-    With numbers of stages or micro-batches that are not multiples of the ranks, R, the ranks may wait for each other.
-
-    Args:
-        flows: flow of every micro-batch.
-        minibatch: index of the mini-batch in the strategy's cycle.
-        placement: rank of every stage.
-        fuse: whether one B replaces an I and a W of the same cotangent; default: True.
-
-    Returns:
-        The lists; None for another placement or other numbers.
-    """
+def interleaved(flows: Batch, minibatch: int, placement: Placement) -> list[Actions] | None:
+    """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
+    # If the stages or micro-batches are no multiple of the ranks, R, these may wait for each other.
     num_ranks, size = 1 + max(placement), len(placement)
     if placement != make_placement("interleaved", size, num_ranks) or size % num_ranks or len(flows) % num_ranks:
         return None
@@ -273,7 +254,7 @@ def interleaved(flows: Batch, minibatch: int, placement: Placement, *, fuse: boo
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
-    stages = depth_first(flows, minibatch, fuse=fuse)
+    stages = depth_first(flows, minibatch)
 
     def key(a: Action) -> int:
         rank, here = a.stage % num_ranks, len(stages[a.stage % num_ranks :: num_ranks])
