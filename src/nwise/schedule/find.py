@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import product
 
 from nwise.checks import check_at_least
@@ -199,12 +199,6 @@ def _candidates(
                 graphs.setdefault(fuse, made.graph)
                 yield made
 
-    paced = cache(partial(Paced, flows, placement, ages, costs))  # made for the first pace
-
-    def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
-        with suppress(Deadlock):
-            yield from paced().schedules(cap, pace * bound) if ages.stashes else ()
-
     # Under a delay a message may run in any of several calls. Lists made at a pace choose the call, those of a rule do not:
     #
     #     first                the leanest list of a rule
@@ -213,15 +207,15 @@ def _candidates(
     #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
-    lean = [(1.0, 1), (0.0, 1)] if late and size > 1 else []
-    for pace, cap in lean:
-        yield from at_pace(pace, cap)
+    paced = Paced(flows, placement, ages, costs, bound) if late and ages.stashes else None
+    lean = [(1.0, 1), (0.0, 1)] if size > 1 else []
+    if paced is not None:
+        yield from paced.schedules(lean)
     for candidate in others:
         yield from in_order(*candidate)
-    caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
-    for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        if (pace, cap) not in lean:
-            yield from at_pace(pace, cap)
+    if paced is not None:
+        caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
+        yield from paced.schedules(pair for pair in product(_PACES, [*caps, size]) if pair not in lean)
 
 
 def _rules(flows: Flows, *, late: bool, small: bool) -> list[_Candidate]:

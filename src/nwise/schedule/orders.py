@@ -15,7 +15,8 @@ whether one B replaces an I and a W of the same cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
 from operator import itemgetter
@@ -28,7 +29,7 @@ from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, with_updates
-from nwise.schedule.sweep import merge
+from nwise.schedule.sweep import Deadlock, merge
 
 __all__ = ["depth_first", "make_schedule", "phase", "skewed"]
 
@@ -102,37 +103,37 @@ class Paced:
         placement: rank of every stage.
         latest: age of every weight gradient, and largest age of every message.
         costs: costs of one micro-batch, which decide when actions are ready.
+        bound: lower bound on the period, the unit of paces.
 
     Raises:
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
 
-    def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> None:
+    def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs, bound: float) -> None:
         lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
         graph, self._calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
-        self._graph, self._costs = replace(graph, ages=latest), costs
+        self._graph, self._costs, self._bound = replace(graph, ages=latest), costs, bound
         self._schedulers: dict[int, ListScheduler] = {}
         self._known: set[object] = set()
 
-    def schedules(self, cap: int, pace: float) -> Iterator[Schedule]:
-        """Iterate over the schedules that a simulation gives, without those known from an earlier one.
+    def schedules(self, pairs: Iterable[tuple[float, int]]) -> Iterator[Schedule]:
+        """Iterate over the schedules of simulations, without those known from an earlier one.
 
-        There are none if no cycle of calls could be repeated; try another pace.
+        A simulation gives none if no cycle of calls could be repeated, or if ranks wait for each other because the cap is small.
 
         Args:
-            cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
-            pace: least time between two calls of a rank, such as a lower bound on the period.
-
-        Raises:
-            Deadlock: `cap` is so small that ranks wait for each other.
+            pairs: for each simulation the least time between two calls of a rank, and the largest number of micro-batches in
+                flight per stage, besides the mini-batches that wait for their delay.
         """
-        if cap not in self._schedulers:
-            self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, paced=True)
-        for ages, calls in self._schedulers[cap].run(pace):
-            key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
-            if key not in self._known:
-                self._known.add(key)
-                yield with_updates("paced", self._graph.aged(ages), calls)
+        for pace, cap in pairs:
+            if cap not in self._schedulers:
+                self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, paced=True)
+            with suppress(Deadlock):
+                for ages, calls in self._schedulers[cap].run(pace * self._bound):
+                    key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
+                    if key not in self._known:
+                        self._known.add(key)
+                        yield with_updates("paced", self._graph.aged(ages), calls)
 
 
 def _numbered(
