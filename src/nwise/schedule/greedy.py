@@ -59,7 +59,7 @@ class ListScheduler:
             rounds += max(10, 6 + len(placement) // 2)
         self.tasks, self.count = tasks, len(calls) * rounds
         self._graph, self._calls, self._paced = graph, calls, paced
-        self.queues = [self._made(rank, reorders=cap is not None) for rank in range(1 + max(placement))]
+        self.queues = [self._queued(rank, reorders=cap is not None) for rank in range(1 + max(placement))]
         self.duration, self.latency = durations(graph, costs), costs.latency
         self.needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
         keys = [urgency(action, graph) for action in tasks]
@@ -68,16 +68,15 @@ class ListScheduler:
         self.wakes = [
             {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
         ]
-        # The stage of a forward, and the largest number of micro-batches in flight; the tasks of every stage and micro-batch.
-        self.forward = [action.stage if action.kind is Kind.FORWARD else None for action in tasks]
         self.most = [math.inf if cap is None else cap + delay * len(graph.flows[0]) for delay in delays]
+        self.forward = [a.kind is Kind.FORWARD for a in tasks]
+        # The stage and micro-batch of every task, and the number of tasks of each, by mini-batch.
         self.parts = [(a.stage, a.microbatch) for a in tasks]
-        self.totals = [
-            Counter((a.stage, a.microbatch) for a in tasks if a.minibatch == i and a.kind is not Kind.UPDATE)
-            for i in range(len(calls))
-        ]
+        self.totals = [Counter[tuple[int, int]]() for _ in calls]
+        for part, a in zip(self.parts, tasks, strict=True):
+            self.totals[a.minibatch][part] += a.kind is not Kind.UPDATE
 
-    def _made(self, rank: int, *, reorders: bool) -> list[_Queue]:
+    def _queued(self, rank: int, *, reorders: bool) -> list[_Queue]:
         """Return the queues of a rank: one for each stage, or for each kind of action if it may reorder them."""
         queues: dict[object, list[list[_Work]]] = {}
         for first, call in enumerate(self._calls):
@@ -106,7 +105,7 @@ class ListScheduler:
         """
         done, size = _Run(self, pace).run(), len(self._calls)
         # No call follows the last cycle, so all that is left runs there.
-        for first in [len(done) - size] if not self._paced else reversed(range(0, len(done) - size, size)):
+        for first in reversed(range(0, len(done) - size, size)) if self._paced else [len(done) - size]:
             cycle = done[first : first + size]
             ages = self._ages(cycle, first)
             if ages is not None:
@@ -193,8 +192,8 @@ class _Run:
             task, batch, _ = works[places[i]]
             if tables.urgent[task] >= least:
                 continue
-            stage = tables.forward[task]  # None if it is another task
-            if stage is not None and in_flight[stage] >= tables.most[stage]:
+            stage = tables.parts[task][0]
+            if tables.forward[task] and in_flight[stage] >= tables.most[stage]:
                 continue
             if batch < 0 or self._ready(task, batch, call, now):
                 chosen, least = i, tables.urgent[task]
@@ -225,7 +224,7 @@ class _Run:
                 self._begin[rank], self._worked[rank] = now + self._pace, call
             part, left = tables.parts[task], self._left[batch]
             left[part] -= 1
-            self._in_flight[part[0]] += (tables.forward[task] is not None) - (not left[part])
+            self._in_flight[part[0]] += tables.forward[task] - (not left[part])
         self._busy[rank] = end
         heapq.heappush(self._events, (end, rank))
         for other in tables.wakes[task]:
