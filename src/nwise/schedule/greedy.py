@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.clock import durations
@@ -18,6 +18,8 @@ Lists = list[list[list[int]]]  # [calls][ranks][tasks]
 
 # A task to do, the number of its mini-batch (below 0 if there is none), and the last call that may run it.
 _Work = tuple[int, int, int]
+# What every rank has done in every call: tasks with the ages of their mini-batches.
+_Done = list[list[list[tuple[int, int]]]]
 # Work in order, and how much of it each call may run, with that of the calls before.
 _Queue = tuple[list[_Work], list[int]]
 
@@ -103,19 +105,20 @@ class ListScheduler:
         Raises:
             Deadlock: the lists cannot run.
         """
-        done, size = _Run(self, pace).run(), len(self._calls)
+        done, size, later = _Run(self, pace).run(), len(self._calls), None
         # No call follows the last cycle, so all that is left runs there.
         for first in reversed(range(0, len(done) - size, size)) if self._paced else [len(done) - size]:
             cycle = done[first : first + size]
-            ages = self._ages(cycle, first)
+            ages = None if cycle == later else self._ages(cycle)
+            later = cycle
             if ages is not None:
-                yield ages, [[[task for task, *_ in works] for works in lists] for lists in cycle]
+                yield ages, [[[task for task, _ in tasks] for tasks in lists] for lists in cycle]
 
-    def _ages(self, cycle: Sequence[Sequence[Sequence[_Work]]], first: int) -> list[int] | None:
-        """Return the ages in a cycle from a call on; None if a task is missing or twice, or a result older than its use."""
-        works = [(call, *work) for call, lists in enumerate(cycle, first) for one in lists for work in one]
-        ages = {task: call - batch for call, task, batch, _ in works}
-        if not len(ages) == len(works) == sum(len(one) for call in self._calls for one in call):
+    def _ages(self, cycle: _Done) -> list[int] | None:
+        """Return the ages in a cycle; None if a task is missing or twice, or a result older than its use."""
+        tasks = list(chain.from_iterable(chain.from_iterable(cycle)))
+        ages = dict(tasks)
+        if not len(ages) == len(tasks) == sum(len(one) for call in self._calls for one in call):
             return None
         if any(ages[other] > age for task, age in ages.items() for other, _ in self.needs[task]):
             return None
@@ -139,14 +142,14 @@ class _Run:
         # The place of every rank in its queues, and the work that a call has to run.
         self._at = [[0] * len(queues) for queues in tables.queues]
         self._due = [Counter(last for works, _ in queues for *_, last in works) for queues in tables.queues]
-        self._done: list[list[list[_Work]]] = [[[] for _ in range(ranks)] for _ in range(count)]
+        self._done: _Done = [[[] for _ in range(ranks)] for _ in range(count)]
         # Time and call in which a task has ended, by mini-batch.
         self._made = [[(math.inf, 0)] * len(tables.needs) for _ in range(count)]
         # The micro-batches in flight on every stage, and the number of tasks that are left of each, by mini-batch.
         self._in_flight = [0] * len(tables.most)
         self._left = [tables.totals[batch % len(tables.totals)].copy() for batch in range(count)]
 
-    def run(self) -> list[list[list[_Work]]]:
+    def run(self) -> _Done:
         """Return what every rank does in every call."""
         # Times at which a rank may find something to do: it becomes free, a message arrives, or its next call may begin.
         events, busy = self._events, self._busy
@@ -212,10 +215,10 @@ class _Run:
     def _take(self, rank: int, queue: int, now: float) -> None:
         """Run the next task of a queue."""
         tables, call = self._tables, self._call[rank]
-        work = task, batch, last = tables.queues[rank][queue][0][self._at[rank][queue]]
+        task, batch, last = tables.queues[rank][queue][0][self._at[rank][queue]]
         self._at[rank][queue] += 1
         self._due[rank][last] -= 1
-        self._done[call][rank].append(work)
+        self._done[call][rank].append((task, call - batch))
         end = now
         if batch >= 0:
             end += tables.duration[task]
