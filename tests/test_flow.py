@@ -195,7 +195,7 @@ def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
 @given(matrices(), st.integers(1, 3))
 def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
     flow = find_flow(torch.from_numpy(matrix))
-    schedule = make_schedule("depth-first", [[flow] * num_microbatches], depth_first)
+    schedule = make_schedule("depth-first", ((flow,) * num_microbatches,), depth_first)
     tasks = (schedule.graph.tasks[task] for task in merge(schedule.graph, schedule.lists[0]))
     order = [action for action in tasks if action.kind is not Kind.UPDATE]
     assert len(order) == len(set(order))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -50,14 +51,14 @@ def test_graph_by_hand() -> None:
 def test_graph_of_a_delay_and_of_a_cycle_by_hand() -> None:
     """A W of age 1 needs the forward of the call before, and the first forward of its boundary waits for an earlier one."""
     flows = flows_for(nwise.strategy("end-to-end-delay-1"), 2, 1)
-    graph = task_graph(flows, (), (1, 1), [a._replace(age=int(a.kind in (Kind.BOTH, Kind.WEIGHT_GRAD)))
-                                           for one in depth_first(flows[0], 0) for a in one])  # fmt: skip
+    ages = message_ages(flows, (1, 1))
+    graph = task_graph(flows, (), ages, [a._replace(age=ages.of(a)) for one in depth_first(flows[0], 0) for a in one])
     assert list(map(str, graph.tasks)) == ["F0(0)", "F1(0)", "H1(0)", "B1(0.0)-1", "W0(0)-1", "U0", "U1"]
     assert graph.needs[3:5] == ((Need(1, 1, False), Need(2, 1, False)), (Need(0, 1, False), Need(3, 0, True)))
     assert graph.held_back == ((0, 1),)
     assert (graph.late[3], graph.call[3]) == (1, 0)
     turning = task_graph(flows_for(nwise.strategy("rotating-2"), 3, 1))
-    assert turning.call == tuple(a.turn for a in turning.tasks) != (0,) * len(turning.tasks)
+    assert turning.call == tuple(a.minibatch for a in turning.tasks) != (0,) * len(turning.tasks)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -82,13 +83,13 @@ def test_needs_follow_the_flow(seed: int) -> None:
     try:
         graph = choose(numbers.choice(ORDERS), flows, placement, strategy_ages(strategy, flows)).graph
     except Deadlock:
-        return  # a delay puts the lists of several turns together, which not every order allows
+        return  # a delay puts the lists of several mini-batches together, which not every order allows
     for task, action in enumerate(graph.tasks):
         found = set()
         for need in graph.needs[task]:
             other = graph.tasks[need.task]
             assert need.task < task
-            assert (other.microbatch, other.turn) == (action.microbatch, action.turn)
+            assert (other.microbatch, other.minibatch) == (action.microbatch, action.minibatch)
             assert need.calls == action.age - other.age >= 0
             assert need.link == (placement[other.stage] != placement[action.stage])
             found.add((other.kind.value if other.message is None else other.message, other.stage))
@@ -116,7 +117,7 @@ def test_other_ages_are_those_of_the_graph_made_anew() -> None:
         for when in ("early", "late")
     )
     assert early != late
-    assert early.aged([a.age for a in late.tasks]) == late
+    assert replace(early, ages=late.ages).aged([a.age for a in late.tasks]) == late
 
 
 def test_sweep_takes_turns_by_urgency_and_names_the_stuck() -> None:

@@ -116,14 +116,14 @@ def test_greedy_ages_by_hand() -> None:
 def test_a_schedule_chooses_the_ages_of_messages_only_with_the_weights_of_the_forward() -> None:
     """Then a message may wait for its use: by default that of stage 1 is made when stage 0 needs it."""
     flows = flows_for(nwise.NWise(2), 4, 1)
-    assert strategy_ages(nwise.Hogwild(), flows) == Ages((2, 1, 1, 0), ((), (0,), (0,), (0,)), stash=False)
+    assert strategy_ages(nwise.Hogwild(), flows) == Ages((2, 1, 1, 0), ((), (0,), (0,), (0,)), stashes=False)
     late = strategy_ages(nwise.Hogwild(weights="forward"), flows)
-    assert late == Ages((2, 1, 1, 0), ((), (2,), (1,), (0,)), stash=True)
+    assert late == Ages((2, 1, 1, 0), ((), (2,), (1,), (0,)), stashes=True)
     kept = best("2-wise-hogwild", num_stages=4, num_microbatches=1, costs=PAPER).schedule
     # Lists made for one form run under the other, with its weights.
-    for schedule in (kept, replace(kept, stash=True)):
-        assert choose(schedule, flows, ages=late).stash
-        assert not choose(schedule, flows, ages=strategy_ages(nwise.Hogwild(), flows)).stash
+    for schedule in (kept, replace(kept, graph=replace(kept.graph, ages=late))):
+        for ages in (late, strategy_ages(nwise.Hogwild(), flows)):
+            assert choose(schedule, flows, ages=ages).ages == ages
     # The best schedule of three stages and two micro-batches chooses the ages of messages, but not with the weights in memory.
     options: Any = {"num_stages": 3, "num_microbatches": 2, "costs": Costs(1, 0.5, 1, 1, latency=1)}
     assert best("hogwild-forward-least", **options).order == "paced"
@@ -175,7 +175,7 @@ def test_gradients_with_weights_in_memory_match_the_definition(
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     flows = flows_for(pipe.strategy, size, m)
     ages = strategy_ages(pipe.strategy, flows)
-    assert not ages.stash
+    assert not ages.stashes
     # The age of loss j at stage i: of the message that holds it, which is one of several only for N-wise.
     passing = [
         [

@@ -69,7 +69,7 @@ def recorded(steps: int = 4) -> dict[str, Any]:
     events: list[list[Any]] = [[] for _ in range(4)]
     for e in drawn.timeline.events:
         a = e.action
-        events[a.stage].append([a.kind.value, a.stage, a.microbatch, a.message, a.turn, e.cycle, e.start, e.end])
+        events[a.stage].append([a.kind.value, a.stage, a.microbatch, a.message, a.minibatch, e.cycle, e.start, e.end])
     return {"strategy": "2-wise", "events": events, "bytes": [{"measured": [8.0, 8.0], "predicted": [8.0, 8.0]}] * 4}
 
 

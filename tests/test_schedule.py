@@ -7,7 +7,6 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,30 @@ from numpy.typing import NDArray
 
 import nwise
 from nwise.flow import find_flow, flows_for
-from nwise.schedule import PAPER, Costs, Kind, Schedule, Timed, arrange, baseline, best, simulate, timed, validate
+from nwise.schedule import (
+    PAPER,
+    Costs,
+    Kind,
+    Schedule,
+    Timed,
+    arrange,
+    baseline,
+    best,
+    bounds,
+    simulate,
+    timed,
+    validate,
+)
 from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
-from nwise.schedule.named import ORDERS, choose, named_schedule
-from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
+from nwise.schedule.costs import prices
+from nwise.schedule.graph import task_graph
+from nwise.schedule.greedy import urgency
+from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
+from nwise.schedule.orders import Paced, depth_first, make_schedule, one_forward_one_backward, phase, skewed
 from nwise.schedule.period import period
-from nwise.schedule.sweep import Deadlock, merge
+from nwise.schedule.sweep import merge
 from timelines import in_flight, waiting
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
@@ -172,23 +187,20 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more stages in a window than there are
             flows = flows_for(strategy, a, m)
-        weights = strategy_ages(strategy, flows).weights
+        ages = strategy_ages(strategy, flows)
         factors = [numbers.uniform(0.5, 2) for _ in range(a)]
         costs = Costs(
             factors, 0.5, factors, 1, update=0.1, latency=numbers.choice([0, 0.3, 3]), message_bytes=0.5,
             bandwidth=numbers.choice([float("inf"), 1.0]),
         )  # fmt: skip
         placement = tuple(numbers.choice([range(a), [k // 2 for k in range(a)], [0] * a, [k % 2 for k in range(a)]]))
-        bound = lower_bound(flows, costs, placement, weights)
-        pace = bound / len(flows) * numbers.choice([0, 1, 1.1, 1.5])
-        schedules = []
-        with suppress(Deadlock):
-            latest = message_ages(flows, weights)
-            schedules = paced(flows, placement, latest, costs, cap=numbers.choice([1, m]), pace=pace)
-        for schedule in schedules:
+        bound = lower_bound(flows, costs, placement, ages)
+        pace = numbers.choice([0, 1, 1.1, 1.5])
+        made = Paced(flows, placement, message_ages(flows, ages.weights), costs, bound / len(flows))
+        for schedule in made.schedules([(pace, numbers.choice([1, m]))]):
             validate(schedule)
             assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)
-        count += len(schedules)
+            count += 1
     assert count > 100
 
 
@@ -229,7 +241,7 @@ def test_best_order_of_two_stages_is_optimal() -> None:
         shortest = float("inf")
         for words in itertools.product(*(interleavings(k, kind) for k, kind in enumerate(kinds))):
             try:
-                other = timed(make_schedule("any", [[flow, flow]], lambda *_: list(words)), costs)  # noqa: B023
+                other = timed(make_schedule("any", ((flow, flow),), lambda *_: list(words)), costs)  # noqa: B023
             except ValueError as error:
                 assert "deadlock" in str(error)  # noqa: PT017 - some of them are
                 continue
@@ -413,7 +425,7 @@ def test_rotating_blocks_average_over_their_cycle() -> None:
     found = of("rotating-2", 8, 8)
     assert found.period == 28
     assert len(found.schedule.flows) == 2
-    assert [a.turn for a in found.actions[3] if a.kind is Kind.UPDATE] == [0, 1]
+    assert [a.minibatch for a in found.actions[3] if a.kind is Kind.UPDATE] == [0, 1]
     line = simulate(found.schedule, REAL, cycles=6)
     assert line.period == pytest.approx(28)
 
@@ -447,7 +459,7 @@ def test_hogwild_never_waits_without_micro_batches(num_stages: int) -> None:
     for name, steps in (("hogwild", 2), ("hogwild-least", 1), ("hogwild-forward-least", 1)):
         found = of(name, num_stages, 1, PAPER)
         assert found.period == 2
-        assert found.schedule.ages == tuple(steps * k for k in reversed(range(num_stages)))
+        assert found.schedule.ages.weights == tuple(steps * k for k in reversed(range(num_stages)))
 
 
 # Lists ---------------------------------------------------------------------------------------------
@@ -475,10 +487,43 @@ def test_messages_are_sent_as_soon_as_they_exist() -> None:
                 assert following == action._replace(kind=Kind.SEND_ACTIVATION)
 
 
+@pytest.mark.parametrize("name", ["end-to-end", "2-wise-mean", "3-wise-delay-1", "rotating-2-microbatch"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_least_times_are_those_of_the_definition(name: str, pairs: bool) -> None:
+    """The longest paths one arc after another, and the sum of head, work and tail for every set of a rank's actions."""
+    strategy = nwise.strategy(name)
+    batch, ages = flows_for(strategy, 3, 2)[0], strategy_ages(strategy, flows_for(strategy, 3, 2))
+    costs = Costs([1, 2, 1.5], 0.5, [1, 0.7, 2], 1, update=[0.1, 0.2, 0.4], latency=0.3, overhead=0.02, chain_share=0.5)
+    graph = task_graph((batch,), (0, 1, 0))
+    actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
+    after, before, lags = bounds._arcs(graph, actions, costs)
+    arcs = sorted(zip(after.tolist(), before.tolist(), lags.tolist(), strict=True))
+    work = [bounds._least(prices(costs, 3)[a.stage], a, batch[a.microbatch]) for a in actions]
+    heads = [[0.0 if rank == graph.ranks[i] else -np.inf for rank in range(2)] for i in range(len(actions))]
+    last = [a.kind is not Kind.INPUT_GRAD or ages.weights[a.stage] == ages.oldest for a in actions]
+    tails = [
+        [[0.5, 0.2][r] if last[i] and r == graph.ranks[i] else -np.inf for r in range(2)] for i in range(len(actions))
+    ]
+    for task, other, lag in arcs:
+        heads[task] = [max(heads[task][a], heads[other][a] + work[other] + lag) for a in range(2)]
+    for task, other, lag in reversed(arcs):
+        tails[other] = [max(tails[other][b], tails[task][b] + work[task] + lag) for b in range(2)]
+    found = bounds._least_times(batch, costs, (0, 1, 0), ages, pairs=pairs)
+    for a, b in itertools.product(range(2), repeat=2):
+        sums = [-np.inf]
+        for rank in range(2) if pairs or a == b else ():
+            here = [i for i in range(len(actions)) if graph.ranks[i] == rank]
+            # Sets of all actions with a head and a tail of at least some size are enough: any other gains by becoming one.
+            for h, t in itertools.product((heads[i][a] for i in here), (tails[i][b] for i in here)):
+                inside = [i for i in here if heads[i][a] >= h and tails[i][b] >= t]
+                sums.append(h + sum(work[i] for i in inside) + t if inside else -np.inf)
+        assert found[a, b] == pytest.approx(max(sums), rel=1e-12)
+
+
 @pytest.mark.parametrize("rule", [partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
 def test_one_process_can_run_any_lists(rule: Any) -> None:
     flow = find_flow(nwise.NWise(3).credit(6))
-    schedule = make_schedule("?", [[flow] * 3], rule)
+    schedule = make_schedule("?", ((flow,) * 3,), rule)
     order, tasks = merge(schedule.graph, schedule.lists[0]), schedule.graph.tasks
     done = set()
     for task in order:
@@ -696,6 +741,33 @@ def test_interleaved_order_of_uneven_stages() -> None:
     """Five stages on two ranks ended in a deadlock."""
     flows = flows_for(nwise.NWise(2), 5, 2)
     validate(named_schedule("interleaved-1f1b", flows, (0, 1, 0, 1, 0), None, Costs(1, 0, 1, 1)))
+
+
+def test_kinds_without_a_place_in_the_orders_are_refused() -> None:
+    """A kind of action that somebody adds had age 0, and list scheduling asked for its cotangent."""
+    flows = flows_for(nwise.EndToEnd(), 2, 1)
+    sent = nwise.schedule.Action(Kind.SEND_GRADIENT, 1, 0, 0)
+    with pytest.raises(ValueError, match=r"Only computations and updates should have an age. Found SG1\(0.0\)"):
+        message_ages(flows).of(sent)
+    with pytest.raises(ValueError, match=r"Only computations and updates should have an urgency. Found SG1\(0.0\)"):
+        urgency(sent, task_graph(flows))
+    with pytest.raises(ValueError, match=r"Only computations and updates should have a price. Found SG1\(0.0\)"):
+        prices(PAPER, 2)[1].time(sent, flows[0][0].stages[1])
+
+
+def test_order_by_rank_keeps_its_lists_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 4 stages on 3 ranks it became a list schedule under its name: the needs of interleaved 1F1B were those of all."""
+
+    def stagewise(batch: Any, minibatch: int, placement: tuple[int, ...]) -> list[Any]:
+        stages = depth_first(batch, minibatch)
+        return [tuple(a for one in stages for a in one if placement[a.stage] == rank) for rank in range(3)]
+
+    monkeypatch.setitem(RULES, "stagewise", NamedOrder(depth_first, by_rank=stagewise))
+    flows = flows_for(nwise.Local(), 4, 5)
+    schedule = named_schedule("stagewise", flows, (0, 0, 1, 2), None, Costs(1, 0, 1, 1))
+    validate(schedule)
+    lists = [tuple(a for a in one if a.kind is not Kind.UPDATE) for one in schedule.work]
+    assert lists == stagewise(flows[0], 0, (0, 0, 1, 2))
 
 
 def test_jitter_keeps_stages_back() -> None:

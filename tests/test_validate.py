@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import nwise
 from nwise.flow import flows_for
 from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, arrange, best, simulate, timed, validate
-from nwise.schedule.ages import message_ages
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import ORDERS, one_process
 from nwise.schedule.orders import Actions, depth_first, make_schedule, phase, skewed
@@ -84,7 +83,7 @@ def test_validate_rejects_broken_numbers() -> None:
 def test_validate_checks_ages_in_the_given_lists() -> None:
     """Regression: the ages of messages came from the schedule and not from the lists, and nothing compared both ends."""
     good = schedule("end-to-end-delay-2", 3, 2)
-    late = make_schedule("late", good.flows, depth_first, ages=message_ages(good.flows, good.ages))
+    late = make_schedule("late", good.flows, depth_first, ages=good.ages)
     assert validate(arrange("late", good.flows, late.work, ages=good.ages))
     for kind, stage, age, found in (
         (Kind.BOTH, 1, 0, r"Found B1\(0.0\) on a stage of age 2"),
@@ -96,9 +95,7 @@ def test_validate_checks_ages_in_the_given_lists() -> None:
         ]
         with pytest.raises(ValueError, match=f"no result should be older than its use. {found}"):
             validate(arrange("wrong", good.flows, lists, ages=good.ages))
-    split = make_schedule(
-        "split", good.flows, lambda f, t: depth_first(f, t, fuse=False), ages=message_ages(good.flows, good.ages)
-    )
+    split = make_schedule("split", good.flows, lambda f, i: depth_first(f, i, fuse=False), ages=good.ages)
     young = [
         tuple(a._replace(age=0) if a.message is not None and a.stage == 1 else a for a in one) for one in split.work
     ]
@@ -108,8 +105,8 @@ def test_validate_checks_ages_in_the_given_lists() -> None:
 
 def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     flow = schedule("end-to-end", 2, 2).flows[0][0]
-    split = make_schedule("split", [[flow] * 2], lambda f, t: phase(f, t, fuse=False))
-    fused = make_schedule("fused", [[flow] * 2], lambda f, t: phase(f, t, fuse=True))
+    split = make_schedule("split", ((flow, flow),), lambda f, i: phase(f, i, fuse=False))
+    fused = make_schedule("fused", ((flow, flow),), lambda f, i: phase(f, i, fuse=True))
     first = [a for a in fused.work[1] if a.microbatch == 0]
     second = [a for a in split.work[1] if a.microbatch == 1]
     mixed = arrange("mixed", split.flows, (split.work[0], (*first, *second)))
@@ -119,8 +116,8 @@ def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
 
 def test_memory_depends_on_the_lists() -> None:
     flow = schedule("local", 2, 2).flows[0][0]
-    small = make_schedule("small", [[flow] * 2], lambda f, t: depth_first(f, t))
-    large = make_schedule("large", [[flow] * 2], lambda f, t: phase(f, t, fuse=False))
+    small = make_schedule("small", ((flow, flow),), lambda f, i: depth_first(f, i))
+    large = make_schedule("large", ((flow, flow),), lambda f, i: phase(f, i, fuse=False))
     assert (max(peak_bytes(small, COSTS)), small.in_flight) == (13, (1, 1))
     assert (max(peak_bytes(large, COSTS)), large.in_flight) == (23, (2, 2))
     with pytest.raises(TypeError, match="`schedule` should be a Schedule, such as.*Found Timed"):
@@ -197,10 +194,10 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
         return (y - t).square().mean()
 
     rules: dict[str, Callable[[Any, int], list[Actions]]] = {
-        "split skewed": lambda f, t: skewed(f, t, fuse=False, stride=1),
-        "split phase": lambda f, t: phase(f, t, fuse=False),
-        "nearest": lambda f, t: depth_first(f, t, fuse=False),
-        "wide skewed": lambda f, t: skewed(f, t, fuse=True, stride=2),
+        "split skewed": lambda f, i: skewed(f, i, fuse=False, stride=1),
+        "split phase": lambda f, i: phase(f, i, fuse=False),
+        "nearest": lambda f, i: depth_first(f, i, fuse=False),
+        "wide skewed": lambda f, i: skewed(f, i, fuse=True, stride=2),
     }
     schedule: Any = order if order in ORDERS else None
     if order in rules:

@@ -22,6 +22,7 @@ If its cotangent can replace a message, a single backward pass (B) gives both gr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
-__all__ = ["Cotangent", "Flow", "StageFlow", "find_flow", "flows_for"]
+__all__ = ["Cotangent", "Flow", "Flows", "StageFlow", "counted", "find_flow", "flows_for"]
 
 # Credits like 0.9 ** (j - k) in float64 are proportional only up to rounding. A difference that is smaller than this share of
 # its two terms counts as rounding; a credit that is small by itself does not. The rounding of float32 is part of the credit.
@@ -131,6 +132,9 @@ class Flow:
         return tuple(k for k, stage in enumerate(self.stages) if stage.head)
 
 
+Flows = tuple[tuple[Flow, ...], ...]  # of every micro-batch in a cycle of mini-batches, [cycle][M]
+
+
 def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes: Sequence[bool] = ()) -> Flow:
     """Find the cheapest flow that gives every stage its credit.
 
@@ -150,9 +154,8 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
     """
     size = len(credit)
     learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
-    return _cheapest(
-        credit.detach().double().cpu().numpy().tobytes(), learns, tuple(map(bool, probes or [False] * size))
-    )
+    numbers = credit.detach().double().cpu().numpy().tobytes()
+    return _cheapest(numbers, learns, tuple(map(bool, probes or [False] * size)))
 
 
 def flows_for(
@@ -162,7 +165,7 @@ def flows_for(
     *,
     trainable: Sequence[bool] | None = None,
     heads: Sequence[bool] | None = None,
-) -> tuple[tuple[Flow, ...], ...]:
+) -> Flows:
     """Find the flow of every micro-batch in one cycle of mini-batches.
 
     Args:
@@ -173,24 +176,26 @@ def flows_for(
         heads: for each stage, whether it has a head (default: all), which a strategy with ``heads="all"`` runs.
 
     Returns:
-        The flows, ``[turns][M]``.
+        The flows, ``[cycle][M]``.
     """
     probes = (heads or [True] * num_stages) if strategy.heads == "all" else ()
-    turns = range(strategy.turns)
-    cycle = [[strategy.turn(step, m) for m in range(num_microbatches)] for step in turns]
-    matrices = [strategy.credit(num_stages, turn) for turn in turns]
-    for matrix in matrices:
-        is_tensor = isinstance(matrix, Tensor)
-        if not is_tensor or matrix.shape != (num_stages, num_stages) or matrix.is_meta or matrix.is_complex():
-            kind = (
-                f"shape {list(matrix.shape)} on {matrix.device}, {matrix.dtype}" if is_tensor else type(matrix).__name__
-            )
+    flows = list[Flow]()
+    for matrix in (strategy.credit(num_stages, turn) for turn in range(strategy.turns)):
+        given = isinstance(matrix, Tensor)
+        if not given or matrix.shape != (num_stages, num_stages) or matrix.is_meta or matrix.is_complex():
+            kind = f"shape {list(matrix.shape)} on {matrix.device}, {matrix.dtype}" if given else type(matrix).__name__
             raise ValueError(
                 f"`credit` of {strategy.name!r} should be real numbers in a tensor of shape [{num_stages}, {num_stages}] with "
                 f"values. Found {kind}."
             )
-    flows = [find_flow(matrix, trainable=trainable, probes=probes) for matrix in matrices]
-    return tuple(tuple(flows[turn] for turn in row) for row in cycle)
+        flows.append(find_flow(matrix, trainable=trainable, probes=probes))
+    steps, microbatches = range(strategy.turns), range(num_microbatches)
+    return tuple(tuple(flows[strategy.turn(step, m)] for m in microbatches) for step in steps)
+
+
+def counted(flows: Flows) -> dict[Flow, int]:
+    """Return the different flows, each with its number of micro-batches."""
+    return Counter(flow for batch in flows for flow in batch)
 
 
 @lru_cache(maxsize=256)
@@ -334,10 +339,7 @@ def _marked(cotangent: Cotangent, passes: Sequence[Cotangent]) -> Cotangent:
 
 
 def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
-    """Return weights with which the messages sum to a vector, or None if there are none.
-
-    Messages with a loss that the vector lacks are not used.
-    """
+    """Return weights with which the messages sum to a vector, or None; those with a loss that the vector lacks are not used."""
     usable = [p for p, message in enumerate(messages) if not message[vector == 0.0].any()]
     # One message is enough if it is the vector, or a multiple. Only this works without arithmetic, for any numbers.
     top = int(np.abs(vector).argmax())

@@ -263,7 +263,7 @@ class Pipeline(Settings):
         step = Step(self.steps, seed, parts, terms, schedule, structure, engine, *looks)
         results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
         self.habits.after_step()
-        self.staleness = torch.tensor(schedule.ages)[:, None].expand(-1, self.num_microbatches)
+        self.staleness = torch.tensor(schedule.ages.weights)[:, None].expand(-1, self.num_microbatches)
         self.microbatch_losses, self.loss_shares = results.losses, results.shares
         self.steps += 1
         if self._observer is not None:

@@ -11,7 +11,7 @@ One process replays one graph. One of several replays what it computes between i
 
 The messages are those of an eager step. So each rank decides alone whether it records, replays or runs eagerly.
 
-Each kind of step has a recording of its own: the turn of a rotating strategy, the shapes of the batch, the dtype of autocast. A
+Each kind of step has a recording of its own: the place in a strategy's cycle, the shapes of the batch, the dtype of autocast. A
 change of modules, of their numbers (such as a dropout rate) or of the memory of parameters makes all recordings again.
 
 Python of modules and losses does not run in a replay. So a part that reads values, draws from the CPU or counts its calls in an
@@ -323,12 +323,12 @@ def _unpacked(like: Results, values: Tensor) -> Results:
 
 def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     """Return what is the same for all steps that one recording serves."""
-    turn = step.number % len(step.schedule.flows)
+    call = step.number % len(step.schedule.flows)
     batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
     autocast = autocast_dtype(step.engine.device)
     exact, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return step.schedule.digest, step.schedule.flows[turn], turn, batch, known, exact, precision, autocast
+    return step.schedule.digest, step.schedule.flows[call], call, batch, known, exact, precision, autocast
 
 
 def _tensors(parts: Parts) -> list[Tensor | None]:

@@ -75,7 +75,7 @@ class Plan:
     def comparable(self) -> bool:
         """Whether gradients cross boundaries and none is late, so a step is comparable with an end-to-end one."""
         schedule = self.timed.schedule
-        return self.end_to_end or (not any(schedule.ages) and any(any(f.messages) for fs in schedule.flows for f in fs))
+        return self.end_to_end or (not schedule.oldest and any(any(f.messages) for fs in schedule.flows for f in fs))
 
     @property
     def preference(self) -> tuple[float, bool, int]:
@@ -126,7 +126,7 @@ class Plan:
     def _is_end_to_end(self) -> bool:
         schedule = self.timed.schedule
         exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
-        return not self.end_to_end and schedule.flows == exact and not any(schedule.ages)
+        return not self.end_to_end and schedule.flows == exact and not schedule.oldest
 
     @property
     def limits(self) -> tuple[float, ...] | None:

@@ -19,9 +19,9 @@ from math import inf
 import numpy as np
 
 from nwise.checks import check_at_least
-from nwise.flow import flows_for
+from nwise.flow import Flows, flows_for
 from nwise.planning.devices import MOST_ORDERS, Device, limits, orders
-from nwise.schedule.ages import Flows, strategy_ages
+from nwise.schedule.ages import strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import lower_bound, resource_bound
@@ -107,7 +107,7 @@ class Search:
         flows, costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
         if not sharp:
             return resource_bound(flows, costs, placement) / len(flows)
-        ages = strategy_ages(self._strategy, flows).weights
+        ages = strategy_ages(self._strategy, flows)
         return lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
 
     @cached_property
@@ -121,8 +121,8 @@ class Search:
 
     def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages on their devices."""
-        turns = [batch[0] for batch in self._flows_for(self._trainable(starts))]
-        costs = stage_costs(self._pieces, starts, turns, **self._links)
+        first = [batch[0] for batch in self._flows_for(self._trainable(starts))]  # of every mini-batch in the cycle
+        costs = stage_costs(self._pieces, starts, first, **self._links)
         speeds = [self._devices[rank].speed for rank in placement]
         slower = {
             name: [time / v for time, v in zip(costs.per_stage(name, len(speeds)), speeds, strict=True)]

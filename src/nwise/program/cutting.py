@@ -87,9 +87,9 @@ class Cutter:
             schedule: what the step runs.
             step: number of the step.
         """
-        turn = step % len(schedule.flows)
-        kind = schedule.digest, turn, parts.whole is None
-        heads = {k for flow in schedule.flows[turn] for k in flow.heads}
+        call = step % len(schedule.flows)
+        kind = schedule.digest, call, parts.whole is None
+        heads = {k for flow in schedule.flows[call] for k in flow.heads}
         return nullcontext() if kind in self._seen else self._looking(parts, batch, kind, frozenset(heads))
 
     @contextmanager

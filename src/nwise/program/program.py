@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from nwise.by_stage import HeadDict
-from nwise.flow import flows_for
+from nwise.flow import Flows, flows_for
 from nwise.program.summary import count, describe
 from nwise.runtime.processes import Processes
-from nwise.schedule.ages import Flows, strategy_ages
+from nwise.schedule.ages import strategy_ages
 from nwise.schedule.named import Order, choose
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import Strategy
@@ -71,7 +71,7 @@ class Program:
         return describe(title, sizes, flow, now.credit(len(sizes), now.turn(step, 0)))
 
     def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:
-        """Return the flows of a strategy's cycle of mini-batches, ``[turns][M]``."""
+        """Return the flows of a strategy's cycle of mini-batches, ``[cycle][M]``."""
         size = len(self._processes.placement)
         present = [*(head is not None for head in heads.by_stage(size)[:-1]), True]
         return flows_for(now, size, num_microbatches, trainable=self._trainable, heads=present)
@@ -79,7 +79,7 @@ class Program:
     def needed_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> set[int]:
         """Return the stages whose auxiliary heads run in some mini-batch of a strategy's cycle."""
         flows = self.flows(strategy, num_microbatches, heads)
-        return {k for turn in flows for flow in turn for k in flow.heads} - {len(self._processes.placement) - 1}
+        return {k for batch in flows for flow in batch for k in flow.heads} - {len(self._processes.placement) - 1}
 
     def check_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> None:
         """Raise ValueError unless there is a head for every loss of a strategy but the last."""

@@ -87,8 +87,8 @@ class Executor:
 
     def add(self, schedule: Schedule, step: int, batch: Batch) -> None:
         """Add a mini-batch."""
-        turn = step % len(schedule.flows)
-        tapes = self.tapes[step] = {k: stage.tapes(schedule, turn, batch) for k, stage in self._stages.items()}
+        minibatch = step % len(schedule.flows)
+        tapes = self.tapes[step] = {k: stage.tapes(schedule, minibatch, batch) for k, stage in self._stages.items()}
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
@@ -133,9 +133,9 @@ class Executor:
         # The list alone decides the order. A receive blocks until its message is there; a result goes to another rank, or to the
         # tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B). A task of age a works on mini-batch
         # `step - a`. If there is none yet, or none any more, nothing is computed, and its messages are headers alone.
-        messages, turn, tapes = self._messages_of(schedule), step % len(schedule.flows), self.tapes.get(step, {})
+        messages, call, tapes = self._messages_of(schedule), step % len(schedule.flows), self.tapes.get(step, {})
         self.mail.spare([tape.inputs for tape in tapes.get(0, ())], self._stages.values())
-        for i, segment in enumerate(messages.segments[turn]):
+        for i, segment in enumerate(messages.segments[call]):
             if i:
                 draws.next_segment()
             for arc in segment.receives:
@@ -144,7 +144,7 @@ class Executor:
             if segment.send is not None:
                 self._send(segment.send, message, step, tell)
         # The caller's optimizer updates; a rank of several is done once its gradients are summed.
-        for action in () if self._alone and not self._replicas else messages.updates[turn]:
+        for action in () if self._alone and not self._replicas else messages.updates[call]:
             begin = time.perf_counter()
             self._processes.doing = Doing(step, action, begin)
             if action.stage in self._replicas:

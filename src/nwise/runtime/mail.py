@@ -38,12 +38,12 @@ class Mail:
         """The bytes that the present call has sent as activations and as gradients."""
         return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
 
-    def start(self, messages: Messages, turn: int, window: Window) -> None:
+    def start(self, messages: Messages, call: int, window: Window) -> None:
         """Begin a call on all channels.
 
         Args:
             messages: the messages.
-            turn: index of the call in its cycle.
+            call: index of the call in its cycle.
             window: labels of the mini-batches.
         """
         if self._alone:
@@ -52,7 +52,7 @@ class Mail:
             self._senders, self._receivers = self._processes.channels(self._device)
         incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
         outgoing = [(sender, messages.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
-        start_all(outgoing, incoming, window, turn)
+        start_all(outgoing, incoming, window, call)
 
     def spare(self, inputs: Iterable[Tensors], stages: Iterable[Stage]) -> None:
         """Let messages share no memory with the model's inputs and with parameters and buffers (`apart`)."""

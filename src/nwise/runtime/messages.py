@@ -73,7 +73,7 @@ class Messages:
 def forwards_alone(placement: Placement) -> Schedule:
     """Return the schedule of one micro-batch's forwards, without heads, passes and updates."""
     flow = Flow((StageFlow(head=False, own=False, messages=(), weights=None, fused=None),) * len(placement))
-    graph = task_graph([[flow]], placement)
+    graph = task_graph(((flow,),), placement)
     ranks = range(1 + max(placement))
     return Schedule(
         "forwards", graph, (tuple(tuple(k for k, r in enumerate(placement) if r == rank) for rank in ranks),)

@@ -8,9 +8,10 @@ the validator and the engine take this one value. A timed schedule also has its 
 
 Read the folder in this order:
 
-    actions, graph          the values: an action, the tasks of a cycle and what each needs
-    schedule, sweep         the order of the tasks on every rank; how lists wait for each other
+    actions                 the values: an action of a stage
     placement, ages         the rank of every stage, and how old gradients may be
+    graph                   the tasks of a cycle and what each needs
+    schedule, sweep         the order of the tasks on every rank; how lists wait for each other
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
     clock, period           the self-timed run of a schedule, and its exact period

@@ -47,7 +47,7 @@ class Action(NamedTuple):
         microbatch: index of the micro-batch; 0 for an update.
         message: index of the message that an I or B produces, or that a gradient's send or receive carries; None
             for other actions (default).
-        turn: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
+        minibatch: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
         age: age of the action's mini-batch, in mini-batches: an action of age a in call s of `Pipeline.step` works on
             mini-batch s - a. Default: 0.
     """
@@ -56,14 +56,14 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
     message: int | None = None
-    turn: int = 0
+    minibatch: int = 0
     age: int = 0
 
     def __str__(self) -> str:
         message = "" if self.message is None else f".{self.message}"
-        turn = f"/{self.turn}" if self.turn else ""
-        place = "" if self.kind is Kind.UPDATE else f"({self.microbatch}{message}{turn})"
-        return f"{self.kind.value}{self.stage}{place or turn}" + (f"-{self.age}" if self.age else "")
+        minibatch = f"/{self.minibatch}" if self.minibatch else ""
+        place = "" if self.kind is Kind.UPDATE else f"({self.microbatch}{message}{minibatch})"
+        return f"{self.kind.value}{self.stage}{place or minibatch}" + (f"-{self.age}" if self.age else "")
 
 
 NAMES = {
@@ -85,30 +85,30 @@ PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
 COMPUTATIONS = (Kind.FORWARD, Kind.HEAD, *PASSES)
 
 
-def passes(stage: StageFlow, index: int, microbatch: int, *, fuse: bool = True, turn: int = 0) -> list[Action]:
+def passes(stage: StageFlow, index: int, microbatch: int, minibatch: int = 0, *, fuse: bool = True) -> list[Action]:
     """Return the backward actions of a stage, nearest loss first, and for equal losses W last.
 
     Args:
         stage: work of the stage.
         index: index of the stage.
         microbatch: index of the micro-batch.
+        minibatch: see `Action`.
         fuse: whether one pass B replaces an I and a W that share their cotangent (default: True).
-        turn: see `Action`.
     """
     together = stage.fused if fuse else None
     actions = [
-        (message.far, Action(Kind.BOTH if together == q else Kind.INPUT_GRAD, index, microbatch, q, turn))
+        (message.far, Action(Kind.BOTH if together == q else Kind.INPUT_GRAD, index, microbatch, q, minibatch))
         for q, message in enumerate(stage.messages)
     ]
     if stage.weights is not None and together is None:
-        actions.append((stage.weights.far, Action(Kind.WEIGHT_GRAD, index, microbatch, None, turn)))
+        actions.append((stage.weights.far, Action(Kind.WEIGHT_GRAD, index, microbatch, None, minibatch)))
     return [action for _, action in sorted(actions, key=lambda pair: pair[0])]
 
 
-def forwards(stage: StageFlow, index: int, microbatch: int, turn: int = 0) -> list[Action]:
+def forwards(stage: StageFlow, index: int, microbatch: int, minibatch: int = 0) -> list[Action]:
     """Return the forward of a stage, and the action of its head if that runs."""
-    head = [Action(Kind.HEAD, index, microbatch, None, turn)] if stage.head else []
-    return [Action(Kind.FORWARD, index, microbatch, None, turn), *head]
+    head = [Action(Kind.HEAD, index, microbatch, None, minibatch)] if stage.head else []
+    return [Action(Kind.FORWARD, index, microbatch, None, minibatch), *head]
 
 
 def transfer(made: Action, used: Action) -> tuple[Action, Action]:

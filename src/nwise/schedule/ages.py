@@ -32,14 +32,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from nwise.flow import Cotangent, Flow, StageFlow
-from nwise.schedule.actions import PASSES, Action, Kind
-from nwise.schedule.graph import counted
+from nwise.flow import Cotangent, Flow, Flows, StageFlow, counted
+from nwise.schedule.actions import Action, Kind
 from nwise.strategies import Hogwild, Strategy
 
 __all__ = ["Ages", "greedy_ages", "message_ages", "staleness", "strategy_ages"]
 
-Flows = tuple[tuple[Flow, ...], ...]
 When = Literal["early", "late"]
 
 
@@ -68,17 +66,17 @@ def strategy_ages(strategy: Strategy, flows: Flows) -> Ages:
 
     Args:
         strategy: the strategy in force.
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
 
     >>> import nwise
     >>> from nwise.flow import flows_for
     >>> strategy_ages(nwise.Delayed(by=1), flows_for(nwise.EndToEnd(), 3, 1))
-    Ages(weights=(1, 1, 1), messages=((), (1,), (1,)), stash=True)
+    Ages(weights=(1, 1, 1), messages=((), (1,), (1,)), stashes=True)
     """
     if not isinstance(strategy, Hogwild):
         return message_ages(flows, (strategy.delay,) * len(flows[0][0].stages))
     ages = greedy_ages(flows) if strategy.ages == "greedy" else message_ages(flows, _least_ages(flows))
-    return message_ages(flows, ages.weights) if strategy.stashes else replace(ages, stash=False)
+    return message_ages(flows, ages.weights) if strategy.stashes else replace(ages, stashes=False)
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +106,7 @@ def greedy_ages(flows: Flows) -> Ages:
     Of several flows each is simulated alone, and the largest ages count.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
 
     >>> import nwise
     >>> from nwise.flow import flows_for
@@ -174,34 +172,44 @@ class Ages:
     Args:
         weights: age of W, for every stage.
         messages: age of every message, for every stage.
-        stash: whether late passes use copies of the weights of their forward; default: True. Then gradients do not depend on the
-            ages of messages, and a schedule may choose smaller ones. With the weights in memory they do.
+        stashes: whether late passes use copies of the weights of their forward (`Strategy.stashes`); default: True. Then
+            gradients do not depend on the ages of messages, and a schedule may choose smaller ones. With the weights in memory
+            they do.
     """
 
     weights: tuple[int, ...]
     messages: tuple[tuple[int, ...], ...]
-    stash: bool = True
+    stashes: bool = True
+
+    @property
+    def oldest(self) -> int:
+        """Age of the oldest gradients."""
+        return max(self.weights)
 
     def fuses(self, stage: int, flow: StageFlow) -> bool:
         """Tell whether W and the message of its cotangent have one age, so one pass (B) can do both."""
         return flow.fused is not None and self.messages[stage][flow.fused] == self.weights[stage]
 
     def of(self, action: Action) -> int:
-        """Return the age of a computation."""
+        """Return the age of a computation or an update."""
+        if action.kind in (Kind.FORWARD, Kind.HEAD, Kind.UPDATE):
+            return 0
         if action.kind is Kind.INPUT_GRAD:
             return self.messages[action.stage][action.message or 0]
-        return self.weights[action.stage] if action.kind in PASSES else 0
+        if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
+            return self.weights[action.stage]
+        raise ValueError(f"Only computations and updates should have an age. Found {action}.")
 
     def hold_in(self, tasks: Iterable[Action]) -> bool:
         """Tell whether all computations have these ages."""
         return all(self.of(task) == task.age for task in tasks)
 
 
-def message_ages(flows: Sequence[Sequence[Flow]], weights: tuple[int, ...] = (), when: When = "late") -> Ages:
+def message_ages(flows: Flows, weights: tuple[int, ...] = (), when: When = "late") -> Ages:
     """Choose the age of every message.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         weights: age of each stage's weight gradients; default: 0.
         when: ``"late"`` (default), so one pass serves message and weights where that is possible; or ``"early"``, so the last hop
             has the most time to travel.

@@ -57,27 +57,27 @@ def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | No
     loads = np.full((num_ranks + 1, size), np.inf)
     loads[-1, 0] = 0.0
     begins: list[NDArray[np.int64]] = []
-    turns: list[NDArray[np.bool_]] = []
+    firsts: list[NDArray[np.bool_]] = []
     for k in range(num_stages):
-        new, begin, turn = np.full_like(loads, np.inf), np.zeros(loads.shape, int), np.zeros(loads.shape, bool)
+        new, begin, first = np.full_like(loads, np.inf), np.zeros(loads.shape, int), np.zeros(loads.shape, bool)
         for r in range(num_ranks):
             # The stage is on the rank of the one before, or the first on the next rank.
             fresh = np.where(np.isfinite(loads[r - 1]), 0.0, np.inf)
             before = np.minimum(loads[r], fresh)
             after = before[:, None] + tables[r][k]
             begin[r] = after.argmin(axis=0)
-            turn[r] = (fresh <= loads[r])[begin[r]]
+            first[r] = (fresh <= loads[r])[begin[r]]
             least = after[begin[r], np.arange(size)]
             new[r] = np.where(least <= limit, least, np.inf)
         loads = new
         begins.append(begin)
-        turns.append(turn)
+        firsts.append(first)
     if not np.isfinite(loads[num_ranks - 1, -1]):
         return None
     starts, ranks, r, end = [0] * num_stages, [0] * num_stages, num_ranks - 1, size - 1
     for k in reversed(range(num_stages)):
         ranks[k], starts[k] = r, int(begins[k][r, end])
-        r, end = r - int(turns[k][r, end]), starts[k]
+        r, end = r - int(firsts[k][r, end]), starts[k]
     return tuple(starts), tuple(ranks)
 
 

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from nwise.checks import check_at_least, hint
-from nwise.flow import flows_for
-from nwise.schedule.ages import Flows
+from nwise.flow import Flows, flows_for
 from nwise.schedule.costs import Costs
-from nwise.schedule.find import arrange, best, fastest, place
+from nwise.schedule.find import best, fastest, place, problem
 from nwise.schedule.named import RULES, check_order, choose, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
@@ -46,7 +45,7 @@ def stages_on(devices: int, name: str) -> int:
 
 
 def method_flows(name: str, num_stages: int, num_microbatches: int) -> Flows:
-    """Return the flow of every micro-batch of a pipeline or strategy, by name, ``[turns][M]``."""
+    """Return the flow of every micro-batch of a pipeline or strategy, by name, ``[cycle][M]``."""
     return flows_for(EndToEnd() if name in BASELINES else parse(name), num_stages, num_microbatches)
 
 
@@ -142,7 +141,7 @@ def timed_order(
             "'end-to-end'."
         )
     rule = known_method(strategy)
-    flows, ranks, ages = arrange(rule, num_stages, num_microbatches, costs, placement, num_ranks)
+    flows, ranks, ages = problem(rule, num_stages, num_microbatches, costs, placement, num_ranks)
     return timed(choose(order, flows, ranks, ages, costs), costs)
 
 

@@ -9,9 +9,9 @@ There are three::
 
                     start of a --- head ---> [ work of s ] --- tail ---> end of b
 
-The third contains the first two. For each turn it gives a matrix of least times from rank a to rank b. Gradients of age d have
-d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs, per
-call. It holds for every order, with or without fusion of W and I.
+The third contains the first two. For each mini-batch it gives a matrix of least times from rank a to rank b. Gradients of age d
+have d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs,
+per call. It holds for every order, with or without fusion of W and I.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nwise.flow import Flow
+from nwise.flow import Flow, Flows, counted
 from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.ages import Ages
 from nwise.schedule.clock import Clock, Wait
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.graph import Flows, TaskGraph, counted, held_back, task_graph
+from nwise.schedule.graph import TaskGraph, held_back, task_graph
 from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 
 __all__ = ["stage_work"]
 
 Matrix = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 CLOSE = 1e-9  # times that differ by less than this share are equal
 # Largest number of comparisons; larger schedules get only the cheaper bounds.
@@ -72,7 +75,7 @@ def lower_bound(
     flows: Flows,
     costs: Costs,
     placement: Placement,
-    ages: tuple[int, ...],
+    ages: Ages,
     enough: float = math.inf,
     *,
     pairs: bool = True,
@@ -82,10 +85,10 @@ def lower_bound(
     Large schedules get a cheaper, less sharp bound.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         costs: costs of one micro-batch.
         placement: rank of every stage.
-        ages: age of every stage's weight gradients.
+        ages: age of every pass.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
         pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
@@ -93,23 +96,24 @@ def lower_bound(
     known = resource_bound(flows, costs, placement)
     sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
     # A stage that is held back starts its next forward once its activation has been taken.
-    for k in held_back(flows, placement, oldest=max(ages)):
+    for k in held_back(flows, placement, ages):
         once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
-        known = max(known, once / (1 + max(ages)))
+        known = max(known, once / (1 + ages.oldest))
     # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
     per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
     effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
     # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
-    calls = [1 + max(age for age, rank in zip(ages, placement, strict=True) if rank == r) for r in range(num_ranks)]
+    calls = [
+        1 + max(age for age, rank in zip(ages.weights, placement, strict=True) if rank == r) for r in range(num_ranks)
+    ]
     # From the start of rank a's list to its end takes at least least[a, a], and its next list starts after that: a cycle, whose
     # mean no order can beat. A cycle through several ranks, a -> b -> a, is longer only where messages of one rank's path return
     # over another rank. The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
     for several in (False, True)[: 1 + pairs]:
         if known >= enough * (1 - CLOSE) or effort * num_ranks**several > _MOST_EFFORT:
             break
-        batches = dict.fromkeys(map(tuple, flows))
-        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in batches}
-        known = max(known, len(flows) * _longest_cycle([matrices[tuple(batch)] for batch in flows], calls))
+        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in set(flows)}
+        known = max(known, len(flows) * _longest_cycle([matrices[batch] for batch in flows], calls))
     return known
 
 
@@ -121,71 +125,89 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
     return time - price.overhead if shared else time
 
 
-def _least_times(
-    flows: Sequence[Flow], costs: Costs, placement: Placement, ages: Sequence[int], *, pairs: bool
-) -> Matrix:
+def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ages: Ages, *, pairs: bool) -> Matrix:
     """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
     # By its number every task comes after all that it needs. The updates come on top.
-    graph = task_graph([flows], placement)
+    graph = task_graph((batch,), placement)
     actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
     price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
-    work = np.array([_least(price[a.stage], a, flows[a.microbatch]) for a in actions])
+    work = np.array([_least(price[a.stage], a, batch[a.microbatch]) for a in actions])
     ranks = np.array(graph.ranks[: len(actions)])
-    before = _before(graph, actions, costs)
+    after, before, lags = _arcs(graph, actions, costs)
     # Longest paths if a rank could run any number of actions at once: from the start of rank a's list to the start of every
     # action, and from the end of every action to the end of rank b's list.
     heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
-    for i, rank in enumerate(ranks):
-        heads[i, rank] = 0.0
-        for other, lag in before[i]:
-            np.maximum(heads[i], heads[other] + (work[other] + lag), out=heads[i])
+    heads[range(len(actions)), ranks] = 0.0
     updates = np.zeros(num_ranks)  # a rank updates its stages one after another
     np.add.at(updates, list(placement), [one.update for one in price])
-    for i, action in reversed(list(enumerate(actions))):
+    for i, action in enumerate(actions):
         # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
-        if action.kind is not Kind.INPUT_GRAD or ages[action.stage] == max(ages):
-            tails[i, ranks[i]] = max(tails[i, ranks[i]], updates[ranks[i]])
-        for other, lag in before[i]:
-            np.maximum(tails[other], tails[i] + (work[i] + lag), out=tails[other])
+        if action.kind is not Kind.INPUT_GRAD or ages.weights[action.stage] == ages.oldest:
+            tails[i, ranks[i]] = updates[ranks[i]]
+    _lengthen(heads, after, before, work[before] + lags)
+    last = len(actions) - 1  # the first of those that are counted from the end
+    _lengthen(tails[::-1], last - before, last - after, work[after] + lags)
     least = np.full((num_ranks, num_ranks), -np.inf)
+    every = np.arange(num_ranks)
     for s in range(num_ranks):
         here = ranks == s
-        for a in range(num_ranks):
-            ends = slice(None) if pairs else slice(a, a + 1)
-            bound = _jackson(heads[here, a], work[here], tails[here, ends])
-            least[a, ends] = np.maximum(least[a, ends], bound)
+        # All ends b of one start a at a time; or all starts, each with itself as the end.
+        for a, b in [(np.full(num_ranks, one), every) for one in every] if pairs else [(every, every)]:
+            bound = _jackson(heads[here][:, a], work[here], tails[here][:, b])
+            least[a, b] = np.maximum(least[a, b], bound)
     return least
 
 
-def _before(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> list[list[tuple[int, float]]]:
-    """Return for every task its predecessors, each with the time that its result travels."""
+def _lengthen(paths: Matrix, nodes: Numbers, others: Numbers, times: Matrix) -> None:
+    """Continue paths along arcs, in place, so each node has its longest one.
+
+    Args:
+        paths: lengths of the paths that end at every node, ``[node, start]``; -inf without one.
+        nodes, others: the node to which every arc leads, and an earlier one from which it comes, ``[arc]``.
+        times: time of every arc, ``[arc]``.
+    """
+    # All nodes of a level are done at once. A node's level is the number of arcs on the longest way to it.
+    levels = [0] * len(paths)
+    for node, other in sorted(zip(nodes.tolist(), others.tolist(), strict=True)):
+        levels[node] = max(levels[node], levels[other] + 1)
+    level = np.array(levels)[nodes]
+    order = np.lexsort((nodes, level))
+    nodes, others, times, level = nodes[order], others[order], times[order], level[order]
+    for begin, end in pairwise([*np.flatnonzero(np.diff(level, prepend=0)).tolist(), len(level)]):
+        first = np.flatnonzero(np.diff(nodes[begin:end], prepend=-1))  # arc of each node
+        here = nodes[begin:end][first]
+        longest = np.maximum.reduceat(paths[others[begin:end]] + times[begin:end, None], first)
+        paths[here] = np.maximum(paths[here], longest)
+
+
+def _arcs(graph: TaskGraph, actions: Sequence[Action], costs: Costs) -> tuple[Numbers, Numbers, Matrix]:
+    """Return tasks, for each of them one that comes before it, and the time that the result of that travels, ``[arc]``."""
     # Swapping two micro-batches of one flow changes no time. So actions of one kind and flow run in their order, without loss of
     # generality, and each also comes after the one before it.
     sizes = [size / costs.bandwidth for size in costs.per_stage("message_bytes", len(graph.placement))]
     which = {flow: i for i, flow in enumerate(counted(graph.flows))}
     flows = [which[flow] for flow in graph.flows[0]]
     last: dict[tuple[Kind, int, int | None, int], int] = {}
-    before: list[list[tuple[int, float]]] = []
+    arcs: list[tuple[int, int, float]] = []
     for task, action in enumerate(actions):
         k = action.stage
-        earlier = [
-            (n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0) for n, _, link in graph.needs[task]
-        ]
+        for n, _, link in graph.needs[task]:
+            arcs.append((task, n, costs.latency + sizes[min(k, actions[n].stage)] if link else 0.0))
         key = (action.kind, k, action.message, flows[action.microbatch])
         if key in last:
-            earlier.append((last[key], 0.0))
+            arcs.append((task, last[key], 0.0))
         last[key] = task
-        before.append(earlier)
-    return before
+    after, before, lags = zip(*arcs, strict=True) if arcs else ((), (), ())
+    return np.array(after, int), np.array(before, int), np.array(lags, float)
 
 
 def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
-    """Return for each end b the largest sum (least head + work + least tail) over all sets of one stage's actions.
+    """Return for each column the largest sum (least head + work + least tail) over all sets of one rank's actions.
 
     Args:
-        heads: time before each action, ``[action]``.
+        heads: time before each action, ``[action, column]``; -inf if nothing leads to it.
         work: duration of each action, ``[action]``.
-        tails: time after each action until the end of every b, ``[action, b]``.
+        tails: time after each action, ``[action, column]``.
     """
     # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
     # Sorted by falling head, such a set is a prefix of the actions without the actions of a smaller tail:
@@ -194,18 +216,14 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
     #     tail                       5    2    7    3    6     t = 3, the tail of action 3
     #     inside                     x    .    x    x    x
     #     load                       w0   w0   +w2  +w3  +w4   the work of every prefix, in one cumulative sum
-    known = heads > -np.inf
-    if not known.any():
-        return np.full(tails.shape[1], -np.inf)
-    order = np.argsort(-heads[known], kind="stable")
-    heads, work, tails = heads[known][order], work[known][order], tails[known][order]
-    # The actions are the last axis, as sums along neighbouring numbers are several times as fast.
-    tails = np.ascontiguousarray(tails.T)
-    inside = tails[:, None, :] >= tails[:, :, None]  # [b, threshold, action]
-    load = np.cumsum(inside * work, axis=2)
-    load += heads
-    load[~inside] = -np.inf
-    values: Matrix = (load.max(axis=2) + tails).max(axis=1)
+    order = np.argsort(-heads, axis=0, kind="stable")
+    heads, tails = (np.take_along_axis(times, order, 0) for times in (heads, tails))
+    inside = tails[:, :, None] >= tails.T  # [action, column, threshold]
+    load = inside * work[order][:, :, None]
+    for before, after in pairwise(load):  # sums along the last axis, or by `cumsum`, take several times as long
+        after += before
+    load += heads[:, :, None]
+    values: Matrix = (load.max(axis=0, where=inside, initial=-np.inf) + tails.T).max(axis=1)
     return values
 
 
@@ -213,15 +231,15 @@ def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
     """Return the largest mean of a cycle, per call; 0 if there is none above 0.
 
     Args:
-        matrices: weight of the arc from every rank to every other, ``[turns][rank, rank]``.
+        matrices: weight of the arc from every rank to every other, ``[cycle][rank, rank]``.
         calls: number of calls that an arc to a rank takes.
     """
-    # A schedule with one action for every turn and rank. The actions take no time but wait for each other.
-    turns, size = len(matrices), len(calls)
-    waits: list[list[Wait]] = [[] for _ in range(turns * size)]
-    for turn, matrix in enumerate(matrices):
+    # A schedule with one action for every mini-batch and rank. The actions take no time but wait for each other.
+    cycle, size = len(matrices), len(calls)
+    waits: list[list[Wait]] = [[] for _ in range(cycle * size)]
+    for minibatch, matrix in enumerate(matrices):
         for a, b in np.argwhere(matrix > -np.inf).tolist():
-            cycles, to = divmod(turn + calls[b], turns)
-            waits[to * size + b].append((turn * size + a, float(matrix[a, b]), cycles))
-    lists = [[node] for node in range(turns * size)]
-    return period(Clock(lists, [0.0] * len(lists), waits)) / turns
+            cycles, to = divmod(minibatch + calls[b], cycle)
+            waits[to * size + b].append((minibatch * size + a, float(matrix[a, b]), cycles))
+    lists = [[node] for node in range(cycle * size)]
+    return period(Clock(lists, [0.0] * len(lists), waits)) / cycle

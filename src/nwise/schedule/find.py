@@ -8,14 +8,14 @@ from functools import partial
 from itertools import product
 
 from nwise.checks import check_at_least
-from nwise.flow import Flow, flows_for
+from nwise.flow import Flows, counted, flows_for
 from nwise.schedule import orders
-from nwise.schedule.ages import Ages, Flows, strategy_ages
+from nwise.schedule.ages import Ages, strategy_ages
 from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import TaskGraph, counted
+from nwise.schedule.graph import TaskGraph
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.orders import Actions, make_schedule, paced
+from nwise.schedule.orders import Actions, Paced, make_schedule
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import Deadlock
@@ -86,11 +86,11 @@ def best(
     >>> result.period, result.lower_bound, result.order, max(result.in_flight)
     (18.0, 18.0, 'skewed', 2)
     """
-    flows, ranks, ages = arrange(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
+    flows, ranks, ages = problem(strategy, num_stages, num_microbatches, costs, placement, num_ranks)
     return best_order(flows, costs, ranks, ages, memory=memory)
 
 
-def arrange(
+def problem(
     strategy: str | Strategy,
     num_stages: int,
     num_microbatches: int,
@@ -123,7 +123,7 @@ def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, 
     """Find the best of the closed-form orders and list schedules.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         costs: costs of one micro-batch.
         placement: rank of every stage.
         ages: age of every pass (`nwise.schedule.ages.strategy_ages`).
@@ -133,7 +133,7 @@ def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, 
         DoesNotFit: no order that it tries fits the memory.
     """
     check_memory(memory, 1 + max(placement))
-    bound = lower_bound(flows, costs, placement, ages.weights, pairs=False) / len(flows)
+    bound = lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
     schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
     # The first candidates need little memory, so the first that meets the bound will do.
     enough = bound * (1 + 2 * CLOSE)
@@ -167,7 +167,7 @@ def fastest(
             continue
         try:
             option = timed(schedule, costs, limit)
-        except Deadlock:  # a delay puts the lists of several turns together, which not every order allows
+        except Deadlock:  # a delay puts the lists of several mini-batches together, which not every order allows
             continue
         if option.period <= limit:
             found.append(option)
@@ -185,7 +185,7 @@ def _candidates(
     flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
-    late, size = any(ages.weights), len(flows[0])
+    late, size = ages.oldest > 0, len(flows[0])
     graphs: dict[bool, TaskGraph] = {}
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
@@ -199,10 +199,6 @@ def _candidates(
                 graphs.setdefault(fuse, made.graph)
                 yield made
 
-    def at_pace(pace: float, cap: int) -> Iterator[Schedule]:
-        with suppress(Deadlock):
-            yield from paced(flows, placement, ages, costs, cap=cap, pace=pace * bound) if ages.stash else ()
-
     # Under a delay a message may run in any of several calls. Lists made at a pace choose the call, those of a rule do not:
     #
     #     first                the leanest list of a rule
@@ -211,22 +207,22 @@ def _candidates(
     #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
-    lean = [(1.0, 1), (0.0, 1)] if late and size > 1 else []
-    for pace, cap in lean:
-        yield from at_pace(pace, cap)
+    paced = Paced(flows, placement, ages, costs, bound) if late and ages.stashes else None
+    lean = [(1.0, 1), (0.0, 1)] if size > 1 else []
+    if paced is not None:
+        yield from paced.schedules(lean)
     for candidate in others:
         yield from in_order(*candidate)
-    caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
-    for pace, cap in product(_PACES, [*caps, size]) if late else ():
-        if (pace, cap) not in lean:
-            yield from at_pace(pace, cap)
+    if paced is not None:
+        caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
+        yield from paced.schedules(pair for pair in product(_PACES, [*caps, size]) if pair not in lean)
 
 
-def _rules(flows: Sequence[Sequence[Flow]], *, late: bool, small: bool) -> list[_Candidate]:
+def _rules(flows: Flows, *, late: bool, small: bool) -> list[_Candidate]:
     """Return rules with their names and, for list schedules, caps.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         late: whether gradients are delayed.
         small: whether memory is limited.
     """

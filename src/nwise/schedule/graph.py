@@ -15,19 +15,17 @@ engine follow the arcs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from nwise.flow import Flow, StageFlow
+from nwise.flow import Flow, Flows, StageFlow, counted
 from nwise.schedule.actions import Action, Kind, forwards, passes
+from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.placement import Placement
 
 __all__ = ["Need", "TaskGraph", "task_graph"]
-
-Flows = Sequence[Sequence[Flow]]
 
 
 class Need(NamedTuple):
@@ -51,16 +49,16 @@ class TaskGraph:
     The numbers of the tasks are in an order in which each comes after all that it needs.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage.
-        ages: age of every stage's weight gradients.
+        ages: age of every pass under the strategy; with `stashes`, a message may be younger.
         tasks: the computations and updates, by number.
         needs: what every task needs.
     """
 
-    flows: tuple[tuple[Flow, ...], ...]
+    flows: Flows
     placement: Placement
-    ages: tuple[int, ...]
+    ages: Ages
     tasks: tuple[Action, ...]
     needs: tuple[tuple[Need, ...], ...]
 
@@ -81,17 +79,17 @@ class TaskGraph:
     @cached_property
     def call(self) -> tuple[int, ...]:
         """The call of the cycle that runs each task."""
-        return tuple((task.turn + task.age) % len(self.flows) for task in self.tasks)
+        return tuple((task.minibatch + task.age) % len(self.flows) for task in self.tasks)
 
     @cached_property
     def late(self) -> tuple[int, ...]:
         """The number of cycles by which each task comes after its mini-batch was the newest."""
-        return tuple((task.turn + task.age) // len(self.flows) for task in self.tasks)
+        return tuple((task.minibatch + task.age) // len(self.flows) for task in self.tasks)
 
     @cached_property
     def held_back(self) -> tuple[tuple[int, int], ...]:
         """Forwards with the task that must have begun `1 + oldest` cycles before: the next stage's, for their activation."""
-        stages = set(held_back(self.flows, self.placement, oldest=max(self.ages)))
+        stages = set(held_back(self.flows, self.placement, self.ages))
         takers = [(n, a) for n, a in enumerate(self.tasks) if a.kind is Kind.FORWARD and a.stage - 1 in stages]
         return tuple((self.needs[taker][0].task, taker) for taker, _ in takers)
 
@@ -115,18 +113,18 @@ class TaskGraph:
     def stage(self, task: int) -> StageFlow:
         """Return the stage's work on the micro-batch of a task."""
         action = self.tasks[task]
-        return self.flows[action.turn][action.microbatch].stages[action.stage]
+        return self.flows[action.minibatch][action.microbatch].stages[action.stage]
 
 
 def task_graph(
-    flows: Flows, placement: Placement = (), ages: tuple[int, ...] = (), given: Iterable[Action] | None = None
+    flows: Flows, placement: Placement = (), ages: Ages | None = None, given: Iterable[Action] | None = None
 ) -> TaskGraph:
     """Return the task graph of a cycle of calls.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage; default: a rank for each.
-        ages: age of every stage's weight gradients; default: 0.
+        ages: age of every pass under the strategy; default: 0.
         given: all computations, such as those of hand-made lists: they tell where one pass B replaces an I and a W, and how
             old each pass is. Updates do not count. Default: every I and W apart, and of age 0.
 
@@ -134,32 +132,32 @@ def task_graph(
         ValueError: a computation is missing in `given`, or unknown.
     """
     size = len(flows[0][0].stages)
-    placement, ages = placement or tuple(range(size)), ages or (0,) * size
+    placement, ages = placement or tuple(range(size)), ages or message_ages(flows)
     known = None if given is None else {a[:5]: a for a in given if a.kind is not Kind.UPDATE}
     tasks: list[Action] = []
     needs: list[tuple[Need, ...]] = []
     blocks: dict[tuple[Flow, tuple[int, ...]], list[_Pattern]] = {}  # micro-batches are alike, but for what they fuse
-    for turn, batch in enumerate(flows):
+    for minibatch, batch in enumerate(flows):
         for m, flow in enumerate(batch):
-            both = [(Kind.BOTH, k, m, stage.fused, turn) for k, stage in enumerate(flow.stages)]
+            both = [(Kind.BOTH, k, m, stage.fused, minibatch) for k, stage in enumerate(flow.stages)]
             fused = tuple(key[1] for key in both if key in known) if known else ()
             if (flow, fused) not in blocks:
                 blocks[flow, fused] = _block(flow, fused)
             first = len(tasks)
             for kind, k, q, inputs in blocks[flow, fused]:
-                key = kind, k, m, q, turn
+                key = kind, k, m, q, minibatch
                 action = Action(*key) if known is None else known.pop(key, None)
                 if action is None:
                     raise _incomplete(placement[k], f"no {Action(*key)}")
                 made = [(first + i, tasks[first + i]) for i in inputs]
                 needs.append(tuple([Need(n, action.age - a.age, placement[a.stage] != placement[k]) for n, a in made]))
                 tasks.append(action)
-        tasks += [Action(Kind.UPDATE, k, 0, None, turn) for k in range(size)]
+        tasks += [Action(Kind.UPDATE, k, 0, None, minibatch) for k in range(size)]
         needs += [()] * size
     if known:
         unneeded = next(iter(known.values()))
         raise _incomplete(placement[min(unneeded.stage, size - 1)], f"{unneeded} too often or unneeded")
-    return TaskGraph(tuple(map(tuple, flows)), placement, ages, tuple(tasks), tuple(needs))
+    return TaskGraph(flows, placement, ages, tuple(tasks), tuple(needs))
 
 
 # A computation of a micro-batch: kind, stage, message, and the places of those that it needs.
@@ -202,23 +200,18 @@ def _incomplete(rank: int, problem: str) -> ValueError:
     return ValueError(f"The list of rank {rank} should contain each of its actions once. Found {problem}.")
 
 
-def held_back(flows: Sequence[Sequence[Flow]], placement: Placement, *, oldest: int) -> list[int]:
+def held_back(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
     """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
 
-    The activation is that of the same micro-batch, `oldest` + 1 cycles before. Without a delay only stages wait that do not
+    The activation is that of the same micro-batch, `ages.oldest` + 1 cycles before. Without a delay only stages wait that do not
     receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage.
-        oldest: age of the oldest gradients.
+        ages: age of every pass.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
     apart = [k for k in range(last) if placement[k] != placement[k + 1]]
-    return [k for k in apart if oldest or not all(flow.stages[k + 1].messages for flow in different)]
-
-
-def counted(flows: Sequence[Sequence[Flow]]) -> dict[Flow, int]:
-    """Return the different flows, each with its number of micro-batches."""
-    return Counter(flow for batch in flows for flow in batch)
+    return [k for k in apart if ages.oldest or not all(flow.stages[k + 1].messages for flow in different)]

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 
-from nwise.schedule.actions import Kind
-from nwise.schedule.ages import Ages
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.clock import durations
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
 from nwise.schedule.sweep import Deadlock
 
-Lists = list[list[list[int]]]  # [turns][ranks][tasks]
+Lists = list[list[list[int]]]  # [calls][ranks][tasks]
 
-
-# A task to do, the number of its mini-batch, and the last call that may run it.
+# A task to do, the number of its mini-batch (below 0 if there is none), and the last call that may run it.
 _Work = tuple[int, int, int]
+# What every rank has done in every call: tasks with the ages of their mini-batches.
+_Done = list[list[list[tuple[int, int]]]]
+# Work in order, and how much of it each call may run, with that of the calls before.
+_Queue = tuple[list[_Work], list[int]]
 
 
 class ListScheduler:
     """Simulates calls in which every rank takes the most urgent ready task: its head, a pass, a forward, then weights.
 
     Args:
-        graph: the task graph; with ages to choose, that of the smallest.
+        graph: the task graph; in each micro-batch a message may have any age from that of its task to that in `graph.ages`.
         calls: for each call of the cycle the tasks of every stage.
         costs: costs of one micro-batch, which decide when tasks are ready.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if ranks
             may reorder the tasks of a stage; None if they may not.
-        latest: largest ages of messages; in each micro-batch a message may have any age from that in the graph to this one.
-            Default: None, the ages in the graph.
-        pace: least time from a rank's first work in a call to its next call; default: 0.
+        paced: whether runs keep a pace, so the calls become alike, though after more rounds; default: False.
     """
 
     # The first calls, in which no gradient has come back yet, are short. Without a pace their forwards stay ahead of the
@@ -49,57 +50,109 @@ class ListScheduler:
         costs: Costs,
         cap: int | None,
         *,
-        latest: Ages | None = None,
-        pace: float = 0.0,
+        paced: bool = False,
     ) -> None:
         placement, tasks = graph.placement, graph.tasks
         # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
         delays = [max(tasks[task].age for call in calls for task in call[k]) for k in range(len(placement))]
         # A delay fills the pipeline in several rounds.
         rounds = 1 if not any(delays) else max(delays) + 2
-        if latest is not None:  # the calls become alike later, in a deep pipeline after more of them
+        if paced:  # more in a deep pipeline
             rounds += max(10, 6 + len(placement) // 2)
-        self._graph, self._calls = graph, [*calls] * rounds
-        self._turns, self._reorders = len(calls), cap is not None
-        self._latest, self._pace = latest, pace
-        self._duration, self._latency = durations(graph, costs), costs.latency
-        self._needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
-        self._urgent = [self._urgency(task) for task in range(len(tasks))]
-        self._wakes = [
+        self.tasks, self.count = tasks, len(calls) * rounds
+        self._graph, self._calls, self._paced = graph, calls, paced
+        self.queues = [self._queued(rank, reorders=cap is not None) for rank in range(1 + max(placement))]
+        self.duration, self.latency = durations(graph, costs), costs.latency
+        self.needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
+        keys = [urgency(action, graph) for action in tasks]
+        places = {key: place for place, key in enumerate(sorted(set(keys)))}
+        self.urgent = [places[key] for key in keys]
+        self.wakes = [
             {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
         ]
-        ranks = range(1 + max(placement))
-        self._stages = [[k for k, rank in enumerate(placement) if rank == r] for r in ranks]
-        self._call = [-1] * len(ranks)
-        # The last call in which a rank has done work, and the time from which it may begin the next one.
-        self._worked, self._next = [-1] * len(ranks), [0.0] * len(ranks)
-        self._queues: list[dict[object, deque[_Work]]] = [{} for _ in ranks]
-        self._done: list[list[list[_Work]]] = [[[] for _ in ranks] for _ in self._calls]
-        # Time and call in which a task has ended, by mini-batch.
-        self._made: list[list[tuple[float, int]]] = [[(math.inf, 0)] * len(tasks) for _ in self._calls]
-        self._in_flight = [0] * len(placement)
-        # Number of tasks of every stage and micro-batch that are left, by mini-batch.
-        self._tape = [(a.stage, a.microbatch) for a in tasks]
-        totals = [
-            Counter(self._tape[n] for n, a in enumerate(tasks) if a.turn == t and a.kind is not Kind.UPDATE)
-            for t in range(len(calls))
+        self.most = [math.inf if cap is None else cap + delay * len(graph.flows[0]) for delay in delays]
+        self.forward = [a.kind is Kind.FORWARD for a in tasks]
+        # The stage and micro-batch of every task, and the number of tasks of each, by mini-batch.
+        self.parts = [(a.stage, a.microbatch) for a in tasks]
+        self.totals = [Counter[tuple[int, int]]() for _ in calls]
+        for part, a in zip(self.parts, tasks, strict=True):
+            self.totals[a.minibatch][part] += a.kind is not Kind.UPDATE
+
+    def _queued(self, rank: int, *, reorders: bool) -> list[_Queue]:
+        """Return the queues of a rank: one for each stage, or for each kind of action if it may reorder them."""
+        queues: dict[object, list[list[_Work]]] = {}
+        for first, call in enumerate(self._calls):
+            for task in (task for k, one in enumerate(call) if self._graph.placement[k] == rank for task in one):
+                a = self._graph.tasks[task]
+                key = (a.stage, a.kind, a.message) if reorders else a.stage
+                works, oldest = queues.setdefault(key, [[] for _ in range(self.count)]), self._graph.ages.of(a)
+                for number in range(first, self.count, len(self._calls)):
+                    works[number].append((task, number - a.age, number - a.age + oldest))
+        return [
+            ([work for works in queue for work in works], list(accumulate(map(len, queue))))
+            for queue in queues.values()
         ]
-        self._left = [totals[batch % len(calls)].copy() for batch in range(len(self._calls))]
-        self._most = [(cap or 0) + delay * len(graph.flows[0]) for delay in delays]
 
-    def run(self) -> list[tuple[TaskGraph, Lists]]:
-        """Simulate all calls, and return cycles of them that are schedules, each with the graph of the ages that it chose.
+    def run(self, pace: float = 0.0) -> Iterator[tuple[list[int], Lists]]:
+        """Simulate all calls, and iterate over cycles of them that are schedules: the age of every task, and the lists.
 
-        That is the last cycle, once a delay has filled the pipeline; with ages to choose it is every cycle that repeats, latest
-        first, or none.
+        That is the last cycle, once a delay has filled the pipeline; with a pace it is every cycle that repeats, latest first, or
+        none.
+
+        Args:
+            pace: least time from a rank's first work in a call to its next call; default: 0.
 
         Raises:
             Deadlock: the lists cannot run.
         """
+        done, size, later = _Run(self, pace).run(), len(self._calls), None
+        # No call follows the last cycle, so all that is left runs there.
+        for first in reversed(range(0, len(done) - size, size)) if self._paced else [len(done) - size]:
+            cycle = done[first : first + size]
+            ages = None if cycle == later else self._ages(cycle)
+            later = cycle
+            if ages is not None:
+                yield ages, [[[task for task, _ in tasks] for tasks in lists] for lists in cycle]
+
+    def _ages(self, cycle: _Done) -> list[int] | None:
+        """Return the ages in a cycle; None if a task is missing or twice, or a result older than its use."""
+        tasks = list(chain.from_iterable(chain.from_iterable(cycle)))
+        ages = dict(tasks)
+        if not len(ages) == len(tasks) == sum(len(one) for call in self._calls for one in call):
+            return None
+        if any(ages[other] > age for task, age in ages.items() for other, _ in self.needs[task]):
+            return None
+        return [ages.get(task, 0) for task in range(len(self.needs))]  # an update is in no list
+
+
+class _Run:
+    """One simulation.
+
+    Args:
+        tables: what it simulates.
+        pace: see `ListScheduler.run`.
+    """
+
+    def __init__(self, tables: ListScheduler, pace: float) -> None:
+        self._tables, self._pace = tables, pace
+        count, ranks = tables.count, len(tables.queues)
+        # The call of every rank, the last in which it has worked, and the time from which it may begin the next one.
+        self._call, self._worked, self._begin = [0] * ranks, [-1] * ranks, [0.0] * ranks
+        self._busy, self._events = [0.0] * ranks, [(0.0, rank) for rank in range(ranks)]
+        # The place of every rank in its queues, and the work that a call has to run.
+        self._at = [[0] * len(queues) for queues in tables.queues]
+        self._due = [Counter(last for works, _ in queues for *_, last in works) for queues in tables.queues]
+        self._done: _Done = [[[] for _ in range(ranks)] for _ in range(count)]
+        # Time and call in which a task has ended, by mini-batch.
+        self._made = [[(math.inf, 0)] * len(tables.needs) for _ in range(count)]
+        # The micro-batches in flight on every stage, and the number of tasks that are left of each, by mini-batch.
+        self._in_flight = [0] * len(tables.most)
+        self._left = [tables.totals[batch % len(tables.totals)].copy() for batch in range(count)]
+
+    def run(self) -> _Done:
+        """Return what every rank does in every call."""
         # Times at which a rank may find something to do: it becomes free, a message arrives, or its next call may begin.
-        ranks = len(self._stages)
-        events = [(0.0, r) for r in range(ranks)]
-        busy = [0.0] * ranks
+        events, busy = self._events, self._busy
         while events:
             # All events of one time come before any choice, so a rank sees everything that has arrived by then.
             now, awake = events[0][0], list[int]()
@@ -108,123 +161,89 @@ class ListScheduler:
                 if rank not in awake[-1:]:
                     awake.append(rank)
             for rank in awake:
-                if busy[rank] > now:
-                    continue
-                if self._begin_calls(rank, now):
-                    heapq.heappush(events, (self._next[rank], rank))
-                work = self._take(rank, now)
-                if work is None:
-                    continue
-                task, batch, _ = work
-                busy[rank] = now + (self._duration[task] if batch >= 0 else 0.0)
-                heapq.heappush(events, (busy[rank], rank))
-                if batch >= 0:
-                    self._made[batch][task] = busy[rank], self._call[rank]
-                for other in self._wakes[task]:
-                    heapq.heappush(events, (busy[rank] + self._latency, other))
-        tasks = self._graph.tasks
-        if stuck := [tasks[queue[0][0]] for queues in self._queues for queue in queues.values() if queue]:
+                if busy[rank] <= now:
+                    self._begin_calls(rank, now)
+                    queue = self._choose(rank, now)
+                    if queue is not None:
+                        self._take(rank, queue, now)
+        tables = self._tables
+        stuck = [
+            tables.tasks[works[place][0]]
+            for queues, places, call in zip(tables.queues, self._at, self._call, strict=True)
+            for (works, come), place in zip(queues, places, strict=True)
+            if place < come[call]
+        ]
+        if stuck:
             raise Deadlock(stuck)
-        cycles = [self._done[i : i + self._turns] for i in range(0, len(self._done), self._turns)][::-1]
-        if self._latest is None:
-            return [(self._graph, _tasks(cycles[0]))]
-        # No call follows the last cycle, so all that is left runs there.
-        found: dict[object, tuple[TaskGraph, Lists]] = {}
-        for i, cycle in enumerate(cycles[1:], 2):
-            ages, lists = self._ages(cycle, len(self._calls) - i * self._turns), _tasks(cycle)
-            key = repr((ages, lists))
-            if ages is not None and key not in found:
-                found[key] = self._graph.aged(ages), lists
-        return [*found.values()]
+        return self._done
 
-    def _ages(self, cycle: list[list[list[_Work]]], first: int) -> list[int] | None:
-        """Return the ages in a cycle from a call on; None if a task is missing or twice, or a result older than its use."""
-        ages = [-1] * len(self._graph.tasks)
-        count = 0
-        for call, lists in enumerate(cycle, first):
-            for task, batch, _ in (work for one in lists for work in one):
-                ages[task] = call - batch
-                count += 1
-        todo = [task for call in self._calls[: self._turns] for one in call for task in one]
-        if count != len(todo) or any(ages[task] < 0 for task in todo):
-            return None
-        needs = self._graph.needs
-        old = any(ages[need.task] > ages[task] for task in todo for need in needs[task])
-        return None if old else [max(age, 0) for age in ages]  # an update is in no list
-
-    def _begin_calls(self, rank: int, now: float) -> bool:
-        """Begin calls of a rank while nothing is due in its call; return whether it has to wait for the pace."""
-        queues = self._queues[rank]
-        while self._call[rank] + 1 < len(self._calls):
-            call = self._call[rank]
-            for queue in queues.values():
-                if queue and queue[0][2] <= call:
-                    return False
-            if now < self._next[rank]:
-                return True
+    def _begin_calls(self, rank: int, now: float) -> None:
+        """Begin calls of a rank while nothing is due in its call, or wait for the pace."""
+        while self._call[rank] + 1 < len(self._done) and not self._due[rank][self._call[rank]]:
+            if now < self._begin[rank]:
+                heapq.heappush(self._events, (self._begin[rank], rank))
+                return
             self._call[rank] += 1
-            self._load(rank, self._call[rank])
-        return False
 
-    def _load(self, rank: int, call: int) -> None:
-        """Add the tasks of a call to the queues of a rank: one for each stage, or for each kind if it may reorder them."""
-        for k in self._stages[rank]:
-            for task in self._calls[call][k]:
-                a, slack = self._graph.tasks[task], 0
-                if self._latest is not None and a.kind is Kind.INPUT_GRAD:
-                    slack = self._latest.messages[k][a.message or 0] - a.age
-                key = (k, a.kind, a.message) if self._reorders else k
-                self._queues[rank].setdefault(key, deque()).append((task, call - a.age, call + slack))
+    def _choose(self, rank: int, now: float) -> int | None:
+        """Return the queue whose next task is the most urgent of those that are ready; None if none is."""
+        tables, call, places, in_flight = self._tables, self._call[rank], self._at[rank], self._in_flight
+        chosen, least = None, len(tables.urgent)
+        for i, (works, come) in enumerate(tables.queues[rank]):
+            if places[i] == come[call]:
+                continue
+            task, batch, _ = works[places[i]]
+            if tables.urgent[task] >= least:
+                continue
+            stage = tables.parts[task][0]
+            if tables.forward[task] and in_flight[stage] >= tables.most[stage]:
+                continue
+            if batch < 0 or self._ready(task, batch, call, now):
+                chosen, least = i, tables.urgent[task]
+        return chosen
 
-    def _take(self, rank: int, now: float) -> _Work | None:
-        """Remove the most urgent ready task of a rank from its queue and return it; None if none is ready."""
-        first, least = None, (math.inf, 0, 0)
-        for queue in self._queues[rank].values():
-            if queue and self._urgent[queue[0][0]] < least and self._ready(queue[0], rank, now):
-                first, least = queue, self._urgent[queue[0][0]]
-        if first is None:
-            return None
-        work = task, batch, _ = first.popleft()
-        action, call = self._graph.tasks[task], self._call[rank]
-        self._done[call][rank].append(work)
-        self._in_flight[action.stage] += action.kind is Kind.FORWARD
-        if batch >= 0:
-            if self._worked[rank] < call:
-                self._next[rank], self._worked[rank] = now + self._pace, call
-            self._left[batch][self._tape[task]] -= 1
-            self._in_flight[action.stage] -= not self._left[batch][self._tape[task]]
-        return work
-
-    def _urgency(self, task: int) -> tuple[int, int, int]:
-        """Return the place of a task among the ready ones of a rank; the smallest comes first."""
-        action = self._graph.tasks[task]
-        kind, k = action.kind, action.stage
-        if kind in (Kind.HEAD, Kind.UPDATE):
-            return (0, 0, 0)
-        if kind is Kind.FORWARD:
-            return (2, 0, -k)
-        if kind is Kind.WEIGHT_GRAD:
-            return (3, 0, 0)
-        far = self._graph.stage(task).cotangent(action.message).far
-        return (1, far - k, k)
-
-    def _ready(self, work: _Work, rank: int, now: float) -> bool:
-        """Tell whether a rank may start a task now."""
-        task, batch, _ = work
-        if self._reorders and self._graph.tasks[task].kind is Kind.FORWARD:
-            k = self._graph.tasks[task].stage
-            if self._in_flight[k] >= self._most[k]:
-                return False
-        if batch < 0:
-            return True
-        made, call = self._made[batch], self._call[rank]
-        for other, lag in self._needs[task]:
+    def _ready(self, task: int, batch: int, call: int, now: float) -> bool:
+        """Tell whether all that a task needs has arrived."""
+        made = self._made[batch]
+        for other, lag in self._tables.needs[task]:
             when, then = made[other]
             # A neighbour may be in a later call already, but no result is older than its use.
             if when + lag > now or then > call:
                 return False
         return True
 
+    def _take(self, rank: int, queue: int, now: float) -> None:
+        """Run the next task of a queue."""
+        tables, call = self._tables, self._call[rank]
+        task, batch, last = tables.queues[rank][queue][0][self._at[rank][queue]]
+        self._at[rank][queue] += 1
+        self._due[rank][last] -= 1
+        self._done[call][rank].append((task, call - batch))
+        end = now
+        if batch >= 0:
+            end += tables.duration[task]
+            self._made[batch][task] = end, call
+            if self._worked[rank] < call:
+                self._begin[rank], self._worked[rank] = now + self._pace, call
+            part, left = tables.parts[task], self._left[batch]
+            left[part] -= 1
+            self._in_flight[part[0]] += tables.forward[task] - (not left[part])
+        self._busy[rank] = end
+        heapq.heappush(self._events, (end, rank))
+        for other in tables.wakes[task]:
+            heapq.heappush(self._events, (end + tables.latency, other))
 
-def _tasks(cycle: list[list[list[_Work]]]) -> Lists:
-    return [[[task for task, *_ in one] for one in lists] for lists in cycle]
+
+def urgency(action: Action, graph: TaskGraph) -> tuple[int, int, int]:
+    """Return the place of a task among the ready ones of a rank; the smallest comes first."""
+    k = action.stage
+    if action.kind in (Kind.HEAD, Kind.UPDATE):
+        return (0, 0, 0)
+    if action.kind in (Kind.INPUT_GRAD, Kind.BOTH):
+        far = graph.flows[action.minibatch][action.microbatch].stages[k].cotangent(action.message).far
+        return (1, far - k, k)
+    if action.kind is Kind.FORWARD:
+        return (2, 0, -k)
+    if action.kind is Kind.WEIGHT_GRAD:
+        return (3, 0, 0)
+    raise ValueError(f"Only computations and updates should have an urgency. Found {action}.")

@@ -23,9 +23,8 @@ from nwise.schedule.schedule import Schedule
 
 __all__ = ["fixed_bytes", "peak_bytes"]
 
-# Stage, micro-batch and turn.
-_Tape = tuple[int, int, int]
-_Places = dict[_Tape, list[int]]
+# By stage, micro-batch and mini-batch.
+_Places = dict[tuple[int, int, int], list[int]]
 # The first and the last task, by their places in a rank's list; the number of cycles between them; and bytes.
 _Span = tuple[int, int, int, float]
 
@@ -101,7 +100,8 @@ def fixed_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) ->
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
-        versions = schedule.ages[k] + 1 if (schedule.stash or recompute) and schedule.ages[k] else 0
+        age = schedule.ages.weights[k]
+        versions = age + 1 if (schedule.ages.stashes or recompute) and age else 0
         sums[rank] += fixed[k] + weights[k] * versions
     return tuple(sums)
 
@@ -125,7 +125,7 @@ class _Work:
         for i in sorted(range(len(numbers)), key=lambda i: (self._late[i], i)):
             a = self.actions[i]
             if a.kind is not Kind.UPDATE:
-                self._places.setdefault((a.stage, a.microbatch, a.turn), []).append(i)
+                self._places.setdefault((a.stage, a.microbatch, a.minibatch), []).append(i)
         self.graphs = {key: self._graphs(places, recompute=recompute) for key, places in self._places.items()}
 
     def _graphs(self, places: Sequence[int], *, recompute: bool) -> list[tuple[int, int]]:
@@ -162,14 +162,14 @@ class _Work:
         def order(i: int) -> tuple[int, int]:
             return late[i], i
 
-        for (k, m, turn), places in self._places.items():
+        for (k, m, minibatch), places in self._places.items():
             received: set[int] = set()
-            above = self._places.get((k + 1, m, turn), [])
+            above = self._places.get((k + 1, m, minibatch), [])
             first, last = places[0], places[-1]
             # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
             # input. A second forward makes a second output.
             uses = [i for i in places if actions[i].kind is Kind.HEAD]
-            for begin, end in self.graphs[k, m, turn]:
+            for begin, end in self.graphs[k, m, minibatch]:
                 yield span(begin, end, activation[k])
                 if actions[begin].kind in PASSES:
                     yield span(begin, end, output[k])
@@ -193,7 +193,7 @@ class _Work:
 
     def gradients(self) -> Iterator[tuple[int, int]]:
         """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
-        updates = {(a.stage, a.turn): i for i, a in enumerate(self.actions) if a.kind is Kind.UPDATE}
+        updates = {(a.stage, a.minibatch): i for i, a in enumerate(self.actions) if a.kind is Kind.UPDATE}
         begun: set[tuple[bool, int, int]] = set()
         for i, a in enumerate(self.actions):
             head, call = a.kind is Kind.HEAD, self._schedule.graph.call[self._numbers[i]]

@@ -19,13 +19,14 @@ from functools import partial
 from typing import TypeAlias
 
 from nwise.checks import hint
+from nwise.flow import Flows
 from nwise.schedule import orders
-from nwise.schedule.ages import Ages, Flows, message_ages
+from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.graph import task_graph
-from nwise.schedule.orders import TYPICAL, Actions, Rule, make_schedule
-from nwise.schedule.placement import Placement, make_placement
+from nwise.schedule.orders import TYPICAL, RankRule, StageRule, make_schedule, schedule_by_rank
+from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import merge
 from nwise.schedule.timing import Limit, Timed
@@ -41,28 +42,27 @@ class NamedOrder:
     """A rule that puts a stage's actions in order, for `ORDERS`.
 
     Args:
-        rule: function from the flows and the turn of a mini-batch to the lists of its stages.
+        rule: function from the flows and the index of a mini-batch to a list for every stage.
         cap: function from the number of stages to the largest number of micro-batches in flight, if list scheduling may reorder
             the lists; None if it may not.
         placement: name of the placement that the pipeline is made for; default: contiguous.
-        by_rank: the same as a function that also takes ``num_ranks`` and returns a list for every rank, for that placement and a
-            multiple of the ranks as M; default: none.
+        by_rank: function that also takes the placement and returns a list for every rank, or None for `rule`; default: none.
         baseline: whether it is an end-to-end pipeline that planners compare strategies with (`nwise.schedule.baselines`);
             default: False.
         strides: strides of skewed orders that the pipeline, as a baseline, may take if they are faster; default: none.
         any_cap: whether as a baseline it may have all micro-batches in flight if that is faster; default: False.
     """
 
-    rule: Rule
+    rule: StageRule
     cap: Callable[[int], int] | None = None
     placement: str = "contiguous"
-    by_rank: Callable[..., list[Actions]] | None = None
+    by_rank: RankRule | None = None
     baseline: bool = False
     strides: tuple[int, ...] = ()
     any_cap: bool = False
 
 
-_SPLIT: Rule = partial(orders.depth_first, fuse=False)
+_SPLIT: StageRule = partial(orders.depth_first, fuse=False)
 
 # An order that is added here is checked, run and offered on the command line under its name.
 RULES: dict[str, NamedOrder] = {
@@ -104,7 +104,7 @@ def choose(
     Args:
         order: a schedule for these flows (`nwise.schedule.best` with measured costs gives the best one), or one of `ORDERS`.
             Those from ``gpipe`` on are made for end-to-end training and run any strategy.
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass (`nwise.schedule.ages.strategy_ages`); default: 0.
         costs: costs by which orders are compared and lists are filled; default: typical ones, equal for all stages.
@@ -119,18 +119,19 @@ def choose(
         order = order.schedule
     placement, ages = placement or tuple(range(len(flows[0][0].stages))), ages or message_ages(flows)
     if isinstance(order, Schedule):
-        if order.flows != tuple(map(tuple, flows)) or order.ages != ages.weights:
+        if order.flows != flows or order.ages.weights != ages.weights:
             raise ValueError(
                 "`schedule` should be made for the pipeline's strategy, number of stages and micro-batches. Found one for "
                 f"{order.num_stages} stages and {order.num_microbatches} micro-batches whose heads, messages or delays differ."
             )
-        if not (ages.stash or ages.hold_in(order.graph.tasks)):
+        if not (ages.stashes or ages.hold_in(order.graph.tasks)):
             raise ValueError(
                 "`schedule` should give every message the age that the strategy gives it, because gradients with the weights in "
                 "memory depend on it. Found other ages; make the schedule by `nwise.schedule.best`, or use "
                 "`nwise.Hogwild(weights='forward')`."
             )
-        order = replace(order, stash=ages.stash)
+        if order.ages != ages:
+            order = replace(order, graph=replace(order.graph, ages=ages))
         if order.placement != placement:
             if max(placement) > 0:
                 raise ValueError(
@@ -150,14 +151,11 @@ def choose(
 
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: Ages | None, costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`; see `choose`."""
-    named, size, num_ranks = RULES[name], len(flows[0][0].stages), 1 + max(placement)
-    even = size % num_ranks == 0 == len(flows[0]) % num_ranks
-    made_for = even and placement == make_placement(named.placement, size, num_ranks)
-    if named.by_rank is not None and made_for:
-        rule: Rule = partial(named.by_rank, num_ranks=num_ranks)
-        return make_schedule(name, flows, rule, placement, ages, costs=costs)
-    # Without a bound on its micro-batches, one process runs what the rule would, as far as one list for all stages can.
-    cap = None if named.cap is None or num_ranks == 1 else min(named.cap(size), len(flows[0]))
+    named = RULES[name]
+    if named.by_rank and (by_rank := schedule_by_rank(name, flows, named.by_rank, placement, ages)):
+        return by_rank
+    # One process keeps the order of every stage's list and merges the lists, whatever the bound on micro-batches in flight.
+    cap = None if named.cap is None or max(placement) == 0 else min(named.cap(len(placement)), len(flows[0]))
     return make_schedule(name, flows, named.rule, placement, ages, costs=costs, cap=cap)
 
 
@@ -170,4 +168,4 @@ def one_process(schedule: Schedule) -> Schedule:
     validate(schedule)
     graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
     lists = tuple((tuple(merge(graph, lists)),) for lists in schedule.lists)
-    return Schedule(schedule.order, graph, lists, schedule.stash)
+    return Schedule(schedule.order, graph, lists)

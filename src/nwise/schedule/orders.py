@@ -15,26 +15,30 @@ whether one B replaces an I and a W of the same cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, product
 from operator import itemgetter
 
-from nwise.flow import Flow
+from nwise.flow import Flow, Flows
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import TaskGraph, counted, task_graph
+from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.greedy import ListScheduler
-from nwise.schedule.placement import Placement
+from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, with_updates
-from nwise.schedule.sweep import merge
+from nwise.schedule.sweep import Deadlock, merge
 
 __all__ = ["depth_first", "make_schedule", "phase", "skewed"]
 
-Flows = Sequence[Flow]
+Batch = Sequence[Flow]  # of every micro-batch in a mini-batch
 Actions = tuple[Action, ...]
-# A function from the flows and the turn of a mini-batch to a list for every stage, or for every rank.
-Rule = Callable[[Flows, int], list[Actions]]
+# A function from the flows of a mini-batch and its index in the cycle to a list for every stage.
+StageRule = Callable[[Batch, int], list[Actions]]
+# The same with the placement as well, to a list for every rank; None if the rule is not made for these.
+RankRule = Callable[[Batch, int, Placement], list[Actions] | None]
 
 # Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
 # free.
@@ -43,8 +47,8 @@ TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05, 
 
 def make_schedule(
     order: str,
-    flows: Sequence[Sequence[Flow]],
-    rule: Rule,
+    flows: Flows,
+    rule: StageRule,
     placement: Placement = (),
     ages: Ages | None = None,
     *,
@@ -56,8 +60,8 @@ def make_schedule(
 
     Args:
         order: name of the order.
-        flows: flow of every micro-batch, ``[turns][M]``.
-        rule: function from the flows and the turn of a mini-batch to a list for every stage, or for every rank.
+        flows: flow of every micro-batch, ``[cycle][M]``.
+        rule: function from the flows of a mini-batch and its index in the cycle to a list for every stage.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass; default: 0.
         costs: costs of one micro-batch, which decide how a rank alternates between several stages.
@@ -69,91 +73,108 @@ def make_schedule(
         Deadlock: lists of several stages of one rank wait for each other, or `cap` is too small.
     """
     ages = ages or message_ages(flows)
-    graph, lists = _numbered([rule(batch, turn) for turn, batch in enumerate(flows)], flows, placement, ages, graph)
+    graph, lists = _numbered([rule(batch, i) for i, batch in enumerate(flows)], flows, placement, ages, graph)
     placement = graph.placement
     num_ranks = 1 + max(placement)
-    if len(lists[0]) == num_ranks and cap is None:
-        owners = [graph.ranks[tasks[0]] for tasks in lists[0]]
-        calls = [[call[owners.index(rank)] for rank in range(num_ranks)] for call in lists]
+    if num_ranks == len(placement) and cap is None:
+        calls = [[call[placement.index(rank)] for rank in range(num_ranks)] for call in lists]
     elif num_ranks == 1 and cap is None:
         calls = [[merge(graph, call)] for call in lists]
     else:
-        [(graph, calls)] = ListScheduler(graph, lists, costs, cap).run()
-    return with_updates(order, graph, calls, stash=ages.stash)
+        [(_, calls)] = ListScheduler(graph, lists, costs, cap).run()
+    return with_updates(order, graph, calls)
 
 
-def paced(
-    flows: tuple[tuple[Flow, ...], ...],
-    placement: Placement,
-    latest: Ages,
-    costs: Costs,
-    *,
-    cap: int,
-    pace: float,
-) -> list[Schedule]:
-    """Return list schedules of delayed gradients in which a message may have another age in every micro-batch.
+def schedule_by_rank(
+    order: str, flows: Flows, rule: RankRule, placement: Placement, ages: Ages | None = None
+) -> Schedule | None:
+    """Return the schedule of a rule that makes the list of every rank; None if it is not made for these arguments."""
+    lists = [found for i, batch in enumerate(flows) if (found := rule(batch, i, placement)) is not None]
+    if len(lists) < len(flows):
+        return None
+    return with_updates(order, *_numbered(lists, flows, placement, ages or message_ages(flows)))
 
-    There are none if no cycle of calls could be repeated; try another pace.
+
+class Paced:
+    """Makes list schedules of delayed gradients in which a message may have another age in every micro-batch.
 
     Args:
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage.
         latest: age of every weight gradient, and largest age of every message.
         costs: costs of one micro-batch, which decide when actions are ready.
-        cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay.
-        pace: least time between two calls of a rank, such as a lower bound on the period.
+        bound: lower bound on the period, the unit of paces.
 
     Raises:
-        Deadlock: `cap` is so small that ranks wait for each other.
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
-    rule = [depth_first(batch, turn, fuse=False) for turn, batch in enumerate(flows)]
-    graph, lists = _numbered(rule, flows, placement, message_ages(flows, latest.weights, "early"))
-    cycles = ListScheduler(graph, lists, costs, cap, latest=latest, pace=pace).run()
-    return [with_updates("paced", chosen, calls) for chosen, calls in cycles]
+
+    def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs, bound: float) -> None:
+        lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
+        graph, self._calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
+        self._graph, self._costs, self._bound = replace(graph, ages=latest), costs, bound
+        self._schedulers: dict[int, ListScheduler] = {}
+        self._known: set[object] = set()
+
+    def schedules(self, pairs: Iterable[tuple[float, int]]) -> Iterator[Schedule]:
+        """Iterate over the schedules of simulations, without those known from an earlier one.
+
+        A simulation gives none if no cycle of calls could be repeated, or if ranks wait for each other because the cap is small.
+
+        Args:
+            pairs: for each simulation the least time between two calls of a rank, and the largest number of micro-batches in
+                flight per stage, besides the mini-batches that wait for their delay.
+        """
+        for pace, cap in pairs:
+            if cap not in self._schedulers:
+                self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, paced=True)
+            with suppress(Deadlock):
+                for ages, calls in self._schedulers[cap].run(pace * self._bound):
+                    key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
+                    if key not in self._known:
+                        self._known.add(key)
+                        yield with_updates("paced", self._graph.aged(ages), calls)
 
 
 def _numbered(
-    by_turn: Sequence[Sequence[Actions]],
-    flows: Sequence[Flows],
+    batches: Sequence[Sequence[Actions]],
+    flows: Flows,
     placement: Placement,
     ages: Ages,
     graph: TaskGraph | None = None,
 ) -> tuple[TaskGraph, list[list[list[int]]]]:
     """Return the task graph of lists, and the numbers of the tasks in every list of every call."""
-    calls = _calls(by_turn, flows, ages)
-    graph = graph or task_graph(flows, placement, ages.weights, chain.from_iterable(chain.from_iterable(calls)))
+    calls = _calls(batches, flows, ages)
+    graph = graph or task_graph(flows, placement, ages, chain.from_iterable(chain.from_iterable(calls)))
     return graph, [[graph.numbers(actions) for actions in call] for call in calls]
 
 
-def _calls(by_turn: Sequence[Sequence[Actions]], flows: Sequence[Flows], ages: Ages) -> list[list[Sequence[Action]]]:
-    """Return the lists of every call of the cycle: a turn's own actions, and older ones of the turns before.
+def _calls(batches: Sequence[Sequence[Actions]], flows: Flows, ages: Ages) -> list[list[Sequence[Action]]]:
+    """Return the lists of every call of the cycle: actions of its own mini-batch, and older ones of the mini-batches before.
 
     Args:
-        by_turn: lists that begin with every turn's mini-batch.
-        flows: flow of every micro-batch, ``[turns][M]``.
+        batches: lists of every mini-batch.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         ages: age of every pass.
     """
-    if not any(ages.weights):
-        return [list(lists) for lists in by_turn]
-    turns, ranks = len(by_turn), range(len(by_turn[0]))
-    placed: list[list[list[tuple[bool, int, Action]]]] = [[[] for _ in ranks] for _ in by_turn]
-    for (turn, lists), i in product(enumerate(by_turn), ranks):
+    if not ages.oldest:
+        return [list(lists) for lists in batches]
+    cycle, ranks = len(batches), range(len(batches[0]))
+    placed: list[list[list[tuple[bool, int, Action]]]] = [[[] for _ in ranks] for _ in batches]
+    for (minibatch, lists), i in product(enumerate(batches), ranks):
         for place, action in enumerate(lists[i]):
             for a in _aged(action, flows, ages):
-                # Lists of different turns do not fit into each other, so of several turns the forwards come first.
-                placed[(turn + a.age) % turns][i].append((turns > 1 and a.kind in PASSES, place, a))
+                # Lists of different mini-batches do not fit into each other, so of several the forwards come first.
+                placed[(minibatch + a.age) % cycle][i].append((cycle > 1 and a.kind in PASSES, place, a))
     return [[[a for *_, a in sorted(one, key=itemgetter(0, 1))] for one in lists] for lists in placed]
 
 
-def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action]:
-    """Give a pass its age, in two parts if I and W of a B differ in age."""
-    kind, k, m, q, turn, _ = action
-    if kind not in PASSES:
-        yield action
-    elif kind is Kind.BOTH and not ages.fuses(k, flows[turn][m].stages[k]):
-        yield Action(Kind.INPUT_GRAD, k, m, q, turn, ages.messages[k][q or 0])
-        yield Action(Kind.WEIGHT_GRAD, k, m, None, turn, ages.weights[k])
+def _aged(action: Action, flows: Flows, ages: Ages) -> Iterator[Action]:
+    """Give an action its age, in two parts if I and W of a B differ in age."""
+    kind, k, m, q, minibatch, _ = action
+    if kind is Kind.BOTH and not ages.fuses(k, flows[minibatch][m].stages[k]):
+        yield Action(Kind.INPUT_GRAD, k, m, q, minibatch, ages.messages[k][q or 0])
+        yield Action(Kind.WEIGHT_GRAD, k, m, None, minibatch, ages.weights[k])
     else:
         yield action._replace(age=ages.of(action))
 
@@ -162,35 +183,35 @@ def _aged(action: Action, flows: Sequence[Flows], ages: Ages) -> Iterator[Action
 # passes, nearest loss first. Actions with one key stay in that order.
 
 
-def depth_first(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
+def depth_first(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run one micro-batch at a time, which needs the least memory; the default with one process."""
     return [
         tuple(
             a
             for m, flow in enumerate(flows)
-            for a in (*forwards(flow.stages[k], k, m, turn), *passes(flow.stages[k], k, m, fuse=fuse, turn=turn))
+            for a in (*forwards(flow.stages[k], k, m, minibatch), *passes(flow.stages[k], k, m, minibatch, fuse=fuse))
         )
         for k in range(len(flows[0].stages))
     ]
 
 
-def phase(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
+def phase(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
 
     def key(a: Action) -> tuple[bool, bool, int]:
         return a.kind in PASSES, a.kind is Kind.WEIGHT_GRAD, a.message or 0
 
-    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, turn, fuse=fuse)]
+    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, minibatch, fuse=fuse)]
 
 
-def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
+def skewed(flows: Batch, minibatch: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
     """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
     # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
     #
     #     round 0   F(0) H(0) I(0.0)                     I(m.q) makes message q of micro-batch m; the own loss is q = 0
     #     round 1   F(1) H(1) I(1.0) I(0.1)
     #     round 2   F(2) H(2) I(2.0) I(1.1) W(0)
-    farthest = max(map(reach, counted([flows])))
+    farthest = max(map(reach, set(flows)))
 
     def key(a: Action) -> tuple[int, int, int]:  # round, and place in the round
         if a.kind not in PASSES:
@@ -200,7 +221,7 @@ def skewed(flows: Flows, turn: int, *, fuse: bool = True, stride: int = 1) -> li
         distance = flows[a.microbatch].stages[a.stage].messages[a.message or 0].far - a.stage
         return a.microbatch + stride * distance, distance, a.message or 0
 
-    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, turn, fuse=fuse)]
+    return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, minibatch, fuse=fuse)]
 
 
 def reach(flow: Flow) -> int:
@@ -208,7 +229,7 @@ def reach(flow: Flow) -> int:
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
-def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> list[Actions]:
+def one_forward_one_backward(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
     # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
     #
@@ -219,25 +240,22 @@ def one_forward_one_backward(flows: Flows, turn: int, *, fuse: bool = True) -> l
     # Under a delay of one the backward passes are those of the mini-batch before, so no stage waits for its first one.
     return [
         tuple(sorted(actions, key=lambda a: _in_turn(a, a.microbatch, len(flows[0].stages) - a.stage)))
-        for actions in depth_first(flows, turn, fuse=fuse)
+        for actions in depth_first(flows, minibatch, fuse=fuse)
     ]
 
 
-def interleaved(flows: Flows, turn: int, *, num_ranks: int, fuse: bool = True) -> list[Actions]:
-    """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches.
-
-    Args:
-        flows: flow of every micro-batch, a multiple of R; with other numbers the ranks may wait for each other.
-        turn: index of the mini-batch in the strategy's cycle.
-        num_ranks: number of ranks, R.
-        fuse: whether one B replaces an I and a W of the same cotangent; default: True.
-    """
+def interleaved(flows: Batch, minibatch: int, placement: Placement) -> list[Actions] | None:
+    """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
+    # If the stages or micro-batches are no multiple of the ranks, R, these may wait for each other.
+    num_ranks, size = 1 + max(placement), len(placement)
+    if placement != make_placement("interleaved", size, num_ranks) or size % num_ranks or len(flows) % num_ranks:
+        return None
     # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank 0 begins with 2 (R - 1 - r) + R (stages - 1) + 1
     # forwards:
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
-    stages = depth_first(flows, turn, fuse=fuse)
+    stages = depth_first(flows, minibatch)
 
     def key(a: Action) -> int:
         rank, here = a.stage % num_ranks, len(stages[a.stage % num_ranks :: num_ranks])

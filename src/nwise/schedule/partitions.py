@@ -78,7 +78,7 @@ def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
 
     Args:
         pieces: pieces in order, at least as many as stages.
-        flows: work of every stage; of several flows (turns of a rotating strategy) the largest counts.
+        flows: work of every stage; of several flows (those of a rotating strategy) the largest counts.
 
     Returns:
         The index of the first piece of every stage.
@@ -136,7 +136,7 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
 
     Args:
         pieces: all pieces.
-        stages: work of the stage in every turn, of which the largest counts.
+        stages: work of the stage in every flow, of which the largest counts.
 
     Returns:
         Times ``[P + 1, P + 1]``: row a and column b for the pieces a, ..., b - 1; infinite for empty ranges.
@@ -146,7 +146,7 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
     forward, through, weights = (sums(pieces, name) for name in ("forward", "input_grad", "weight_grad"))
     head = np.array([0.0, *(piece.head for piece in pieces)])[None, :]
     rest = np.array([*(piece.chain - piece.input_grad for piece in pieces), 0.0])[:, None]
-    turns = [
+    times = [
         forward
         + stage.head * head
         + len(stage.messages) * through
@@ -154,7 +154,7 @@ def work(pieces: Sequence[Piece], stages: Sequence[StageFlow]) -> Matrix:
         for stage in stages
     ]
     size = len(pieces) + 1
-    return np.where(np.triu(np.ones((size, size), bool), 1), np.max(turns, axis=0), np.inf)
+    return np.where(np.triu(np.ones((size, size), bool), 1), np.max(times, axis=0), np.inf)
 
 
 def sums(pieces: Sequence[Piece], name: str) -> Matrix:

@@ -9,9 +9,10 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import chain, groupby
 
-from nwise.flow import Flow
+from nwise.flow import Flows
 from nwise.schedule.actions import PASSES, Action, Kind, transfer
-from nwise.schedule.graph import Flows, TaskGraph, task_graph
+from nwise.schedule.ages import Ages
+from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.placement import Placement
 
 
@@ -22,19 +23,17 @@ class Schedule:
     Args:
         order: name of the rule that made it.
         graph: the tasks, and what each needs.
-        lists: numbers of the tasks in order, ``[turns][ranks][tasks]``: for every call of the cycle a list for each rank, which
+        lists: numbers of the tasks in order, ``[calls][ranks][tasks]``: for every call of the cycle a list for each rank, which
             ends with the updates of its stages.
-        stash: whether late passes use copies of the weights of their forward, instead of those in memory; default: True.
     """
 
     order: str
     graph: TaskGraph
     lists: tuple[tuple[tuple[int, ...], ...], ...]
-    stash: bool = True
 
     @cached_property
-    def flows(self) -> tuple[tuple[Flow, ...], ...]:
-        """Flow of every micro-batch, ``[turns][M]``."""
+    def flows(self) -> Flows:
+        """Flow of every micro-batch, ``[cycle][M]``."""
         return self.graph.flows
 
     @cached_property
@@ -43,8 +42,8 @@ class Schedule:
         return self.graph.placement
 
     @cached_property
-    def ages(self) -> tuple[int, ...]:
-        """Age of every stage's weight gradients (`nwise.schedule.ages`)."""
+    def ages(self) -> Ages:
+        """Age of every pass under the strategy."""
         return self.graph.ages
 
     @property
@@ -65,7 +64,7 @@ class Schedule:
     @cached_property
     def oldest(self) -> int:
         """Age of the oldest gradients."""
-        return max(self.ages)
+        return self.ages.oldest
 
     @cached_property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
@@ -96,11 +95,11 @@ class Schedule:
 
     @cached_property
     def passes(self) -> tuple[Counter[tuple[int, int]], ...]:
-        """Number of backward passes by (stage, micro-batch), for every turn."""
+        """Number of backward passes by (stage, micro-batch), for every mini-batch in the cycle."""
         counts = [Counter[tuple[int, int]]() for _ in self.flows]
         for action in self.graph.tasks:
             if action.kind in PASSES:
-                counts[action.turn][action.stage, action.microbatch] += 1
+                counts[action.minibatch][action.stage, action.microbatch] += 1
         return tuple(counts)
 
     @cached_property
@@ -110,7 +109,7 @@ class Schedule:
 
         def work(task: int) -> tuple[int, int, int, int, bool]:
             a = tasks[task]
-            return a.stage, a.microbatch, a.turn, a.age, a.kind is Kind.UPDATE
+            return a.stage, a.microbatch, a.minibatch, a.age, a.kind is Kind.UPDATE
 
         for numbers in self.by_rank:
             for _, run in groupby(numbers, key=work):
@@ -187,7 +186,7 @@ class Schedule:
                 links[ranks[task], ranks[user]].append((task, user))
 
         def names(messages: Iterable[tuple[int, int]]) -> list[object]:
-            return [tasks[task]._replace(turn=0, age=0) for task, _ in messages]
+            return [tasks[task]._replace(minibatch=0, age=0) for task, _ in messages]
 
         return all(
             names(sorted(messages, key=lambda pair: place[pair[0]]))
@@ -197,7 +196,7 @@ class Schedule:
 
 
 def _microbatch(action: Action) -> tuple[int, int, int]:
-    return action.stage, action.microbatch, action.turn
+    return action.stage, action.microbatch, action.minibatch
 
 
 def arrange(
@@ -205,16 +204,16 @@ def arrange(
     flows: Flows,
     lists: Sequence[Iterable[Action]],
     placement: Placement = (),
-    ages: tuple[int, ...] = (),
+    ages: Ages | None = None,
 ) -> Schedule:
     """Return the schedule of hand-made lists.
 
     Args:
         order: name of the schedule.
-        flows: flow of every micro-batch, ``[turns][M]``.
+        flows: flow of every micro-batch, ``[cycle][M]``.
         lists: computations of every rank in order; the updates of its stages, which end every call, are added.
         placement: rank of every stage; default: a rank for each.
-        ages: age of every stage's weight gradients; default: 0.
+        ages: age of every pass under the strategy; default: 0.
 
     Raises:
         ValueError: a computation is missing, or unknown.
@@ -229,20 +228,18 @@ def arrange(
     return with_updates(order, graph, calls)
 
 
-def with_updates(
-    order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]], *, stash: bool = True
-) -> Schedule:
-    """Return the schedule of lists of computations, ``[turns][ranks]``, with the updates of every rank at the end of each."""
+def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]]) -> Schedule:
+    """Return the schedule of lists of computations, ``[calls][ranks]``, with the updates of every rank at the end of each."""
     # A stage's weights change once for each call, after everything else in it, so no pass sees half of an update.
     ends: list[list[list[int]]] = [[[] for _ in lists] for lists in calls]
     for task, a in enumerate(graph.tasks):
         if a.kind is Kind.UPDATE:
-            ends[a.turn][graph.placement[a.stage]].append(task)
+            ends[a.minibatch][graph.placement[a.stage]].append(task)
     lists = [
         tuple((*tasks, *updates) for tasks, updates in zip(*both, strict=True))
         for both in zip(calls, ends, strict=True)
     ]
-    return Schedule(order, graph, tuple(lists), stash)
+    return Schedule(order, graph, tuple(lists))
 
 
 def check_schedule(schedule: object) -> None:

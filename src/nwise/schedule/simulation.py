@@ -138,7 +138,7 @@ class Timeline:
 
 def _batch(schedule: Schedule, task: int, cycle: int) -> int:
     """Return the index of a task's mini-batch; below 0 for tasks that the first calls leave out."""
-    return (cycle - schedule.graph.late[task]) * len(schedule.flows) + schedule.graph.tasks[task].turn
+    return (cycle - schedule.graph.late[task]) * len(schedule.flows) + schedule.graph.tasks[task].minibatch
 
 
 def simulate(
@@ -154,7 +154,7 @@ def simulate(
     Args:
         schedule: the schedule.
         costs: costs of one micro-batch.
-        cycles: number of passes through the lists, each one mini-batch, or one of every turn for a rotating strategy;
+        cycles: number of passes through the lists, each one mini-batch, or the cycle of a rotating strategy;
             default: 4.
         jitter: size of the random factor ``exp(jitter z)`` of every computation, z standard normal; default: 0.
         seed: seed of the jitter; default: 0.

@@ -53,8 +53,8 @@ class Timed:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound on the time per mini-batch, for any order of these actions on these ranks."""
-        schedule, turns = self.schedule, len(self.schedule.flows)
-        return lower_bound(schedule.flows, self.costs, schedule.placement, schedule.ages, self.period * turns) / turns
+        schedule, cycle = self.schedule, len(self.schedule.flows)
+        return lower_bound(schedule.flows, self.costs, schedule.placement, schedule.ages, self.period * cycle) / cycle
 
     @property
     def optimal(self) -> bool:
@@ -81,8 +81,8 @@ class Timed:
 
 def timed(schedule: Schedule, costs: Costs, limit: float = math.inf) -> Timed:
     """Return a schedule with its exact period; if that is above the limit, perhaps with a shorter one that is above it, too."""
-    turns = len(schedule.flows)
-    return Timed(schedule, costs, period(make_clock(schedule, costs), limit * turns) / turns)
+    cycle = len(schedule.flows)
+    return Timed(schedule, costs, period(make_clock(schedule, costs), limit * cycle) / cycle)
 
 
 def check_memory(memory: Limit, num_ranks: int) -> None:

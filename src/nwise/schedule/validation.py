@@ -14,10 +14,11 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
+from nwise.flow import counted
 from nwise.schedule.actions import Kind
 from nwise.schedule.clock import make_clock
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import TaskGraph, counted, held_back
+from nwise.schedule.graph import TaskGraph, held_back
 from nwise.schedule.schedule import Schedule, check_schedule
 
 _FREE = Costs(0, 0, 0, 0)
@@ -65,7 +66,7 @@ def buffers(schedule: Schedule) -> list[Buffer]:
     # (`nwise.runtime.channel`). Stages of one rank send each other nothing.
     cycles = 1 + schedule.oldest
     size = cycles * len(schedule.flows) * schedule.num_microbatches
-    limited = held_back(schedule.flows, schedule.placement, oldest=schedule.oldest)
+    limited = held_back(schedule.flows, schedule.placement, schedule.ages)
     limits = []
     for k, (before, here) in enumerate(pairwise(schedule.placement), start=1):
         if before == here:
@@ -79,14 +80,11 @@ def buffers(schedule: Schedule) -> list[Buffer]:
 def _check_ages(graph: TaskGraph) -> None:
     """Raise ValueError for a task that is younger than a result that it needs, or of another age than its stage's."""
     for action, needs in zip(graph.tasks, graph.needs, strict=True):
-        if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
-            right = action.age == graph.ages[action.stage]
-        else:
-            right = action.age >= 0 if action.kind is Kind.INPUT_GRAD else action.age == 0
+        right = action.age >= 0 if action.kind is Kind.INPUT_GRAD else action.age == graph.ages.of(action)
         if not right or any(need.calls < 0 for need in needs):
             raise ValueError(
                 "Weight gradients should have their stage's age, forwards and heads age 0, and no result should be older than "
-                f"its use. Found {action} on a stage of age {graph.ages[action.stage]}."
+                f"its use. Found {action} on a stage of age {graph.ages.weights[action.stage]}."
             )
 
 

@@ -106,20 +106,20 @@ class Stage:
         side, self.head_learns = _walk(head)
         return main + side
 
-    def tapes(self, schedule: Schedule, turn: int, batch: Batch) -> list[Tape]:
+    def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> list[Tape]:
         """Return an empty tape for every micro-batch of a mini-batch.
 
         Args:
             schedule: the schedule.
-            turn: index of the mini-batch in the schedule's cycle.
+            minibatch: index of the mini-batch in the schedule's cycle.
             batch: the mini-batch.
         """
-        k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[turn]]
+        k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[minibatch]]
         versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
-            late = Stashed if schedule.stash else Recomputed if self.recompute else InMemory
+            late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
             versions = late(self.module, self._name)
-        return [Tape(flow, batch, m, schedule.passes[turn][k, m], versions) for m, flow in enumerate(flows)]
+        return [Tape(flow, batch, m, schedule.passes[minibatch][k, m], versions) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.

@@ -170,10 +170,10 @@ def _offsets(events: Sequence[Event]) -> dict[Action, float]:
     first: dict[tuple[int, int, int], float] = {}
     for e in events:
         if e.action.kind is Kind.FORWARD and e.action.microbatch == 0:
-            first[e.cycle, e.action.turn, e.action.stage] = e.start
+            first[e.cycle, e.action.minibatch, e.action.stage] = e.start
     offsets: dict[Action, list[float]] = defaultdict(list)
     for e in events:
-        start = first.get((e.cycle, e.action.turn, e.action.stage))
+        start = first.get((e.cycle, e.action.minibatch, e.action.stage))
         if start is not None:
             offsets[e.action].append(e.start - start)
     return {action: median(values) for action, values in offsets.items()}

@@ -117,7 +117,7 @@ class TimelineRecorder:
         assert isinstance(processes, World)
         offset = _clock_offset(processes)
         mine = [
-            [a.kind.value, a.stage, a.microbatch, a.message, a.turn, step, begin + offset, end + offset, a.age]
+            [a.kind.value, a.stage, a.microbatch, a.message, a.minibatch, step, begin + offset, end + offset, a.age]
             for step, a, begin, end in self._events
         ]
         # With several replicas, keep the actions of this rank's replica.
@@ -171,8 +171,8 @@ def load(path: Path) -> Recorded:
         kinds = {kind.value: kind for kind in Kind}
         events = [
             [
-                (step, Action(kinds[kind], k, m, q, turn, *age), begin, end)  # version 0.1 wrote no age
-                for kind, k, m, q, turn, step, begin, end, *age in rank
+                (step, Action(kinds[kind], k, m, q, minibatch, *age), begin, end)  # version 0.1 wrote no age
+                for kind, k, m, q, minibatch, step, begin, end, *age in rank
             ]
             for rank in value["events"]
         ]
