@@ -33,12 +33,12 @@ from nwise.schedule.sweep import Deadlock, merge
 
 __all__ = ["depth_first", "make_schedule", "phase", "skewed"]
 
-Batch = Sequence[Flow]  # of every micro-batch in a mini-batch
+BatchFlows = Sequence[Flow]  # of every micro-batch in a mini-batch
 Actions = tuple[Action, ...]
 # A function from the flows of a mini-batch and its index in the cycle to a list for every stage.
-StageRule = Callable[[Batch, int], list[Actions]]
+StageRule = Callable[[BatchFlows, int], list[Actions]]
 # The same with the placement as well, to a list for every rank; None if the rule is not made for these.
-RankRule = Callable[[Batch, int, Placement], list[Actions] | None]
+RankRule = Callable[[BatchFlows, int, Placement], list[Actions] | None]
 
 # Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
 # free.
@@ -183,7 +183,7 @@ def _aged(action: Action, flows: Flows, ages: Ages) -> Iterator[Action]:
 # passes, nearest loss first. Actions with one key stay in that order.
 
 
-def depth_first(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
+def depth_first(flows: BatchFlows, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run one micro-batch at a time, which needs the least memory; the default with one process."""
     return [
         tuple(
@@ -195,7 +195,7 @@ def depth_first(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Acti
     ]
 
 
-def phase(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
+def phase(flows: BatchFlows, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run all forwards, then the passes loss by loss; for one loss this is GPipe."""
 
     def key(a: Action) -> tuple[bool, bool, int]:
@@ -204,7 +204,7 @@ def phase(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, minibatch, fuse=fuse)]
 
 
-def skewed(flows: Batch, minibatch: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
+def skewed(flows: BatchFlows, minibatch: int, *, fuse: bool = True, stride: int = 1) -> list[Actions]:
     """Run in round r: F(r), H(r), and the passes of a loss at distance d for micro-batch r - stride d; W like the farthest."""
     # The gradient of a far loss comes back later, so its pass runs in a later round. 3-wise with stride 1, on one stage:
     #
@@ -229,7 +229,7 @@ def reach(flow: Flow) -> int:
     return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
-def one_forward_one_backward(flows: Batch, minibatch: int, *, fuse: bool = True) -> list[Actions]:
+def one_forward_one_backward(flows: BatchFlows, minibatch: int, *, fuse: bool = True) -> list[Actions]:
     """Run 1F1B: stage k begins with A - k forwards (at most M), then backward and forward take turns."""
     # 3 stages, M = 4, heads left out; stage 0 needs no gradient to its input, so it runs W instead of B:
     #
@@ -244,7 +244,7 @@ def one_forward_one_backward(flows: Batch, minibatch: int, *, fuse: bool = True)
     ]
 
 
-def interleaved(flows: Batch, minibatch: int, placement: Placement) -> list[Actions] | None:
+def interleaved(flows: BatchFlows, minibatch: int, placement: Placement) -> list[Actions] | None:
     """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
     # If the stages or micro-batches are no multiple of the ranks, R, these may wait for each other.
     num_ranks, size = 1 + max(placement), len(placement)
