@@ -27,9 +27,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A file may import those of its own rank and below; data flows from strategy to command line.
 RANKS = [
     [
-        "_compiled",
-        "_dtensor",
-        "_looks",
+        "compiled",
+        "dtensor",
+        "looks",
         "_torch",
         "auxiliary",
         "batchnorm",

@@ -292,7 +292,7 @@ def test_pipeline_recompiles_graphs_with_donated_buffers(backend: str, monkeypat
         assert module is not None
         module.compile(backend=backend)
     with monkeypatch.context() as patch:
-        patch.setattr("nwise._compiled.keep_buffers", lambda: None)
+        patch.setattr("nwise.compiled.keep_buffers", lambda: None)
         # Whether a second pass is refused here depends on what the compiler makes of the graphs and on its caches.
         with suppress(RuntimeError):
             pipeline(net, "3-wise-mean").step(x, target=y)

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nwise import heads, losses
-    from nwise._compiled import compile_module
     from nwise.auxiliary import inject
     from nwise.batchnorm import defer_batchnorm
+    from nwise.compiled import compile_module
     from nwise.flow import Flow, find_flow
     from nwise.network.carrying import carry
     from nwise.network.chain import Chain
@@ -105,7 +105,7 @@ _PLACES = {
     "Plans": "planning.plans",
     "carry": "network.carrying",
     "clip_grad_norm_": "training.clip",
-    "compile_module": "_compiled",
+    "compile_module": "compiled",
     "defer_batchnorm": "batchnorm",
     "find_flow": "flow",
     "inject": "auxiliary",

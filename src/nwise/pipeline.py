@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise._compiled import allow_several_passes
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.capture.capture import capture_of
+from nwise.compiled import allow_several_passes
 from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight

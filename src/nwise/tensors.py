@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from nwise._dtensor import is_dtensor
 from nwise._torch import versions
+from nwise.dtensor import is_dtensor
 
 __all__ = ["Tensors", "as_tuple", "run_module"]
 

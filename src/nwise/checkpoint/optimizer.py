@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise._dtensor import is_dtensor
 from nwise.checkpoint.values import UnknownTypeError, as_name, pack, places, unpack
+from nwise.dtensor import is_dtensor
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
 _STEP = (".step", "/step")  # ends of the names of numbers of steps

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Size, Tensor
 
-from nwise._dtensor import is_dtensor
 from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
 from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, main_state, plain_state, under
+from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise._dtensor import is_dtensor
+from nwise.dtensor import is_dtensor
 
 Put = Callable[[Tensor, str], str]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nwise._looks import is_due
 from nwise._torch import versions
 from nwise.checks import outside
+from nwise.looks import is_due
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample

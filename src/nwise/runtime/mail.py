@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nwise._dtensor import is_dtensor
+from nwise.dtensor import is_dtensor
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.ledger import NOTHING, Label, Window
 from nwise.runtime.messages import Arc, Messages

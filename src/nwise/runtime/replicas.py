@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nwise._dtensor import is_dtensor
-from nwise._looks import is_due
 from nwise.batchnorm import DeferredBatchNorm
 from nwise.checks import outside
+from nwise.dtensor import is_dtensor
+from nwise.looks import is_due
 from nwise.randomness import derive
 from nwise.stage.stage import Stage
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from nwise._dtensor import is_dtensor
+from nwise.dtensor import is_dtensor
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.absent import Progress

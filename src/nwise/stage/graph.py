@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from nwise._dtensor import is_dtensor
 from nwise._torch import run_backward, versions
+from nwise.dtensor import is_dtensor
 from nwise.randomness import seeded
 
 _NOTHING_ELSE = nullcontext()

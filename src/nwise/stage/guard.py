@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nwise._looks import is_due
 from nwise._torch import has_custom, has_foreign, versions
 from nwise.held import tensors_in, values_in, with_values
+from nwise.looks import is_due
 from nwise.microbatch import Batch
 from nwise.stage.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
 from nwise.stage.hooks import noted, resting, watched

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from nwise._dtensor import is_dtensor
-from nwise._looks import is_due
 from nwise._torch import gradient_hooks, with_hooks
+from nwise.dtensor import is_dtensor
+from nwise.looks import is_due
 
 _NOTHING_ELSE = nullcontext()
 

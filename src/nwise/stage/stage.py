@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from nwise._looks import is_due
 from nwise.auxiliary import PRESENT
+from nwise.looks import is_due
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.schedule.actions import PASSES, Action, Kind

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nwise._dtensor import is_dtensor
 from nwise._torch import version
+from nwise.dtensor import is_dtensor
 from nwise.held import values_in, with_values
 from nwise.stage.hooks import add_to_grad, noted
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from nwise._dtensor import is_dtensor
+from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 

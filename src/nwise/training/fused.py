@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nwise._dtensor import is_dtensor
+from nwise.dtensor import is_dtensor
 
 __all__ = ["Fused"]
 
