@@ -264,6 +264,13 @@ def test_gradients_for_frozen_stages_are_not_sent() -> None:
     assert not local.stages[0].own
 
 
+def test_gradient_of_an_own_loss_without_credit_is_not_asked_for() -> None:
+    """A stage whose head runs for its own sake needs no gradient of that loss, which would cost memory and a walk."""
+    flow = find_flow(nwise.EndToEnd().credit(3), probes=[True] * 3)
+    assert flow.heads == (0, 1, 2)
+    assert [stage.own for stage in flow.stages] == [False, False, True]
+
+
 def test_no_message_is_multiplied_until_digits_are_lost() -> None:
     """Column 2 is -4095 times column 0 plus 4096 times column 1, exactly; in float32 that would lose half the digits."""
     matrix = np.zeros((5, 5))
