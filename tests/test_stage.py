@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import nwise
+from nwise.stage.stage import Stage
 from test_contract import assert_same, gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -1092,3 +1093,12 @@ def test_attributes_of_outputs_are_refused() -> None:
     pipe = nwise.Pipeline([Marked(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], strategy="end-to-end")
     with pytest.raises(ValueError, match="The output of stage 0 should be plain tensors.*Found an attribute 'scale'"):
         pipe.step(x, target=y)
+
+
+def test_places_without_a_module_are_passed_over() -> None:
+    """A block may keep None where another one has a shortcut; its other modules are found, in torch's order."""
+    block = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH, bias=False))
+    block.register_module("shortcut", None)
+    stage = Stage(0, block, None, functional.cross_entropy, recompute=False)
+    assert stage.survey(block, None) == list(block.modules())
+    assert [id(p) for p in stage.learns] == [id(p) for p in block.parameters()]
