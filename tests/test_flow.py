@@ -143,6 +143,22 @@ def test_every_credit_has_a_flow_that_is_exact(kind: str, dtype: torch.dtype) ->
             np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12 * abs(wanted).max())
 
 
+@pytest.mark.parametrize("losses", [((-1e-8, 0, 1e-19), (1, 1, 1)), ((0, 1, 1), (1, -1e9, 1e29))])
+def test_boundaries_that_disagree_about_rounding_have_a_flow(losses: tuple[tuple[float, ...], ...]) -> None:
+    """Stage 2 cannot combine all its columns from those chosen for the boundary above it, so others are chosen there.
+
+    Every other credit of these tests does without.
+    """
+    matrix = np.zeros((5, 5))
+    matrix[3:, :3] = losses
+    flow = find_flow(torch.from_numpy(matrix))
+    messages = contents(flow)
+    for k, stage in enumerate(flow.stages[:3]):
+        assert stage.weights is not None
+        got = mixed(stage.weights.own, stage.weights.received, messages[k + 1], k, 5)
+        np.testing.assert_allclose(got, matrix[:, k], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
 def test_credit_of_any_dtype_trains_with_its_numbers_as_they_are(dtype: torch.dtype) -> None:
     """A custom strategy may compute in torch's default dtype; its float32 numbers are the credit, not those that were meant."""
