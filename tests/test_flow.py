@@ -287,6 +287,17 @@ def test_gradient_of_an_own_loss_without_credit_is_not_asked_for() -> None:
     assert [stage.own for stage in flow.stages] == [False, False, True]
 
 
+@pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision"])
+def test_shared_are_the_gradients_that_two_passes_read(strategy: str) -> None:
+    """A pass may write over a sum that is made for it, and over a gradient that no other pass reads."""
+    for stage in find_flow(nwise.strategy(strategy).credit(6)).stages:
+        passes = [*stage.messages, *([stage.weights] if stage.weights and stage.fused is None else [])]
+        for cotangent in passes:
+            weights = [weight for weight in (cotangent.own, *cotangent.received) if weight]
+            readers = sum(any(a and b for a, b in zip(cotangent.reads, other.reads, strict=True)) for other in passes)
+            assert cotangent.shared == (weights == [1.0] and readers > 1)
+
+
 def test_no_message_is_multiplied_until_digits_are_lost() -> None:
     """Column 2 is -4095 times column 0 plus 4096 times column 1, exactly; in float32 that would lose half the digits."""
     matrix = np.zeros((5, 5))

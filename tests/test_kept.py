@@ -110,6 +110,35 @@ def test_hooks_of_an_output_apart_from_the_inputs_run() -> None:
     assert torch.equal(v.grad, 2 * v.detach().exp())  # type: ignore[arg-type]
 
 
+class Two(torch.autograd.Function):
+    """A product and a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (g, none), (x, w) = gradients, ctx.saved_tensors
+        assert g is not None
+        assert none is None
+        return g * w, g * x
+
+
+def test_node_with_an_output_that_is_not_used_is_kept() -> None:
+    """No gradient arrives for that output; the node's parameters still need the other one's."""
+    x, w = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
+    (y, _), one = Two.apply(x, w), torch.ones(2)  # type: ignore[no-untyped-call]
+    with keep([y], [one], [x], [w]) as kept:
+        torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
+    assert kept is not None
+    finish(kept)
+    assert w.grad is not None
+    assert w.grad.tolist() == [3.0, 3.0]
+
+
 class Over(torch.autograd.Function):
     """A product whose backward writes over its cotangent, unseen by autograd."""
 

@@ -155,6 +155,15 @@ def test_one_of_two_cotangents_may_be_written_over() -> None:
     assert tape.differs(None, (one.clone(), 3 * two, None))
 
 
+def test_tape_lets_go_of_its_tensors_after_the_last_pass_and_the_head() -> None:
+    flow = StageFlow(True, True, (), Cotangent(1.0, (), 0, 1.0), None)
+    for passes, head, empty in ((1, False, False), (0, True, False), (0, False, True)):
+        x = (torch.ones(2),)
+        tape = Tape(flow, cast(Any, None), 0, passes, inputs=x, messages={0: x}, outputs=x, head_left=head, own=x)
+        tape.release()
+        assert [not held for held in (tape.inputs, tape.messages, tape.outputs, tape.own)] == [empty] * 4
+
+
 def doubled_unseen(g: Tensor) -> None:
     g.data.mul_(2)  # raises no version counter
 
