@@ -356,6 +356,25 @@ def test_keep_retains_latest_and_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
 
 
+def test_checkpoint_that_cannot_be_read_at_present_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, keep=1, keep_best=True)
+    checkpoints.save(loss=1.0)
+    read = files.read_facts
+
+    def lost(folder: Path) -> dict[str, Any]:
+        if folder.name == "step-00000000":
+            raise OSError(errno.EIO, "the network disk is gone")
+        return read(folder)
+
+    monkeypatch.setattr(files, "read_facts", lost)
+    pipe.steps = 1
+    checkpoints.save(loss=2.0)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000000", "step-00000001"]
+
+
 def test_keep_is_at_least_one() -> None:
     with pytest.raises(ValueError, match=r"`keep` should be an integer of at least 1. Found 0"):
         Checkpoints("x", pipeline((4,), "end-to-end"), keep=0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import nwise
-from nwise.flow import Cotangent, Flow, find_flow
+from nwise.flow import Cotangent, Flow, find_flow, flows_for
 from nwise.schedule.actions import Kind
 from nwise.schedule.orders import depth_first, make_schedule
 from nwise.schedule.sweep import merge
@@ -278,6 +278,13 @@ def test_gradients_for_frozen_stages_are_not_sent() -> None:
     local = find_flow(nwise.Local().credit(2), trainable=[False, True])
     assert local.heads == (0, 1)  # the head of a frozen stage still learns
     assert not local.stages[0].own
+
+
+def test_all_heads_run_if_the_strategy_asks_for_them() -> None:
+    """By default every stage has a head; one without is left out."""
+    strategy = nwise.strategy("end-to-end", heads="all")
+    assert flows_for(strategy, 3, 1)[0][0].heads == (0, 1, 2)
+    assert flows_for(strategy, 3, 1, heads=[True, False, True])[0][0].heads == (0, 2)
 
 
 def test_gradient_of_an_own_loss_without_credit_is_not_asked_for() -> None:

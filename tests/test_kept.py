@@ -134,6 +134,7 @@ def test_node_with_an_output_that_is_not_used_is_kept() -> None:
     with keep([y], [one], [x], [w]) as kept:
         torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
     assert kept is not None
+    assert kept.num_bytes == one.nbytes
     finish(kept)
     assert w.grad is not None
     assert w.grad.tolist() == [3.0, 3.0]

@@ -269,6 +269,20 @@ def test_options_are_those_of_the_checkpoint_unless_the_caller_has_others(tmp_pa
     assert update.param_groups[0]["lr"] == 0.1
 
 
+def test_option_that_is_a_tensor_differs_from_a_number(tmp_path: Path) -> None:
+    """An optimizer may have the rate of one group in a tensor, for a fused kernel, and that of another as a number."""
+    pipe = pipeline(cut=("a", "b", "c"))
+    update = by_stage(pipe, 0.1, 0.2, 0.2)
+    update.param_groups[1]["lr"] = torch.tensor(0.2)
+    Checkpoints(tmp_path, pipe, update).save()
+    again = pipeline(cut=("a", "bc"))
+    update = by_stage(again, 0.1, 0.8)
+    found = Checkpoints(tmp_path, again, update).resume()
+    assert found is not None
+    assert "the optimizer's lr is its own, because saved groups differ" in found.changes
+    assert update.param_groups[1]["lr"] == 0.8
+
+
 ONE = ["optimizer.model.a.weight.step", "optimizer.model.a.bias.step"]
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -153,6 +154,24 @@ def test_one_of_two_cotangents_may_be_written_over() -> None:
     tape = Tape(flow, cast(Any, None), 0, 1, own=(one, two, None))
     assert not tape.differs(None, (one.clone(), two.clone(), None))
     assert tape.differs(None, (one.clone(), 3 * two, None))
+
+
+def test_outputs_of_a_micro_batch_are_gone_before_the_next_one() -> None:
+    """In depth-first order a step has the tensors of one micro-batch at a time."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not [one for one in made if one() is not None]
+            y = super().forward(x)
+            made.append(weakref.ref(y))
+            return y
+
+    x, y = batch()
+    net = [Watched(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=4, schedule="depth-first")
+    pipe.step(x, target=y)
+    assert len(made) >= 4
 
 
 def test_tape_lets_go_of_its_tensors_after_the_last_pass_and_the_head() -> None:
