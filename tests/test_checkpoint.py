@@ -566,6 +566,14 @@ def test_crafted_checkpoint_index_raises(change: dict[str, Any], message: str, t
         Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
 
 
+def test_facts_in_lists_have_types_too(tmp_path: Path) -> None:
+    types = {"ends": list[str]}
+    assert state.check_facts({"ends": ["a", "b"]}, tmp_path, types)
+    for wrong in ("ab", ["a", 1]):
+        with pytest.raises(DamagedError, match="should have 'ends' among its facts"):
+            state.check_facts({"ends": wrong}, tmp_path, types)
+
+
 def test_facts_in_dictionaries_have_types_too(tmp_path: Path) -> None:
     types = {"rates": dict[str, float]}
     assert state.check_facts({"rates": {"a": 1, "b": 0.5}}, tmp_path, types)

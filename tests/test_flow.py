@@ -280,6 +280,10 @@ def test_gradients_for_frozen_stages_are_not_sent() -> None:
     assert not local.stages[0].own
 
 
+def test_message_of_weight_zero_is_not_waited_for() -> None:
+    assert Cotangent(0.0, (0.0, 2.0, 0.0), 3, 2.0).needed == [1]
+
+
 def test_all_heads_run_if_the_strategy_asks_for_them() -> None:
     """By default every stage has a head; one without is left out."""
     strategy = nwise.strategy("end-to-end", heads="all")
