@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import nwise
+from nwise.flow import find_flow
 from nwise.runtime import ledger
 from nwise.runtime.channel import Link, LostPeer, Receiver, Sender, start_all
 from nwise.runtime.ledger import NOTHING, Key, Label, MessagePlan, Window
@@ -372,6 +374,52 @@ def test_sender_by_default_keeps_one_cycle_and_counts_its_bytes() -> None:
     sender.start(plan(2), window(1, 3), 0)
     with pytest.raises(LostPeer):  # of this wire, where waiting is in vain
         sender.send(name(0), row(1), row(1))
+
+
+def test_sender_under_a_delay_keeps_one_more_cycle() -> None:
+    """A receive may come a call later than its send, so the sender must not wait for it in between."""
+    wire = Wire()
+    sender = Sender(Link(cast(Any, wire), 1, torch.device("cpu")))
+    for _ in range(2):
+        sender.start(plan(2, travel=1), window(1, 3), 0)
+        for m, value in enumerate([row(1), row(3)]):
+            sender.send(name(m), value, value)
+    assert set(wire.calls) == {"send"}
+    sender.start(plan(2, travel=1), window(1, 3), 0)
+    with pytest.raises(LostPeer):
+        sender.send(name(0), row(1), row(1))
+
+
+def test_empty_tensor_travels_with_the_others() -> None:
+    """Only its shape does, in the header: a send of nothing would be taken for the next message."""
+    _, sender, receiver = channel()
+    message = (*row(2, 5.0), torch.empty(0, 3), *row(1, 7.0))
+    for _ in range(2):
+        for arrived in carry(sender, receiver, plan(2), window(2, 2), message, message):
+            assert [t.tolist() for t in arrived] == [[5.0, 5.0], [], [7.0]]
+            assert arrived[1].shape == (0, 3)
+
+
+def test_labels_tell_dtypes_of_autocast_apart() -> None:
+    """Outputs have the dtype of autocast, so a message is known by it; without autocast nothing is said of one."""
+    alone, half, brain = (
+        ledger.make_labels([row(2)], dtype, ledger.Labels()) for dtype in (None, torch.float16, torch.bfloat16)
+    )
+    assert len({alone, half, brain}) == 3
+    assert (str(alone), str(half)) == ("1 of float64 [2]", "1 of float64 [2] under autocast to torch.float16")
+    assert ledger.make_labels([row(2)], torch.float16, half) is half
+
+
+def test_bytes_that_stages_send_follow_from_what_they_exchange() -> None:
+    """A stage sends its output up and its messages down; an integer beside the output has no gradient."""
+    flow = find_flow(nwise.NWise(3).credit(4))
+    exchanged = ledger.Exchanged([flow])
+    specs = (Spec((4, 2), torch.float64), Spec((4,), torch.int64))
+    exchanged.note(Action(Kind.RECEIVE_ACTIVATION, 2, 0), Form(specs, specs))
+    exchanged.note(Action(Kind.RECEIVE_GRADIENT, 2, 0, 0), Form((), ()))
+    assert len(flow.stages[2].messages) == 2
+    assert exchanged.num_bytes({1}, ledger.same) == [8 * 8 + 4 * 8, 0]
+    assert exchanged.num_bytes({2}, ledger.same) == [0, 2 * 8 * 8]
 
 
 def test_call_without_messages_goes_on_with_the_plan() -> None:

@@ -23,7 +23,7 @@ from nwise.app.recipes import Adam, Sgd
 from nwise.app.training import CheckpointPolicy
 from nwise.app.training.optimizers import make_optimizer as optimizer_of
 from nwise.app.training.saver import Saver
-from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files, save_tensors
+from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files, save_tensors, state
 from nwise.network.chain import Chain
 from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
@@ -357,6 +357,25 @@ def test_keep_retains_latest_and_best(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-00000005"]
 
 
+def test_checkpoint_that_cannot_be_read_at_present_may_be_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline((2, 2), "2-wise")
+    checkpoints = Checkpoints(tmp_path, pipe, keep=1, keep_best=True)
+    checkpoints.save(loss=1.0)
+    read = files.read_facts
+
+    def lost(folder: Path) -> dict[str, Any]:
+        if folder.name == "step-00000000":
+            raise OSError(errno.EIO, "the network disk is gone")
+        return read(folder)
+
+    monkeypatch.setattr(files, "read_facts", lost)
+    pipe.steps = 1
+    checkpoints.save(loss=2.0)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000000", "step-00000001"]
+
+
 def test_keep_is_at_least_one() -> None:
     with pytest.raises(ValueError, match=r"`keep` should be an integer of at least 1. Found 0"):
         Checkpoints("x", pipeline((4,), "end-to-end"), keep=0)
@@ -546,6 +565,56 @@ def test_crafted_checkpoint_index_raises(change: dict[str, Any], message: str, t
     (one / "checkpoint.json").write_bytes(signed({**index, **change}))
     with pytest.warns(UserWarning, match="."), pytest.raises(ValueError, match=message):
         Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
+
+
+def test_facts_in_lists_have_types_too(tmp_path: Path) -> None:
+    types = {"ends": list[str]}
+    assert state.check_facts({"ends": ["a", "b"]}, tmp_path, types)
+    for wrong in ("ab", ["a", 1]):
+        with pytest.raises(DamagedError, match="should have 'ends' among its facts"):
+            state.check_facts({"ends": wrong}, tmp_path, types)
+
+
+def test_facts_in_dictionaries_have_types_too(tmp_path: Path) -> None:
+    types = {"rates": dict[str, float]}
+    assert state.check_facts({"rates": {"a": 1, "b": 0.5}}, tmp_path, types)
+    with pytest.raises(DamagedError, match="should have 'rates' among its facts. Found {'a': 1, 'b': 'x'}"):
+        state.check_facts({"rates": {"a": 1, "b": "x"}}, tmp_path, types)
+
+
+def test_checkpoint_has_its_name_only_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not leave a complete name over incomplete files: what is written is flushed, then renamed."""
+    events: list[object] = []
+    flush, move = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    def replace(source: Path, target: Path) -> None:
+        events.append(target)
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    one = tmp_path / "run" / "step-00000001"
+    files.write(one, {"a": torch.ones(1)}, {})
+    index, folder, run = (path.stat().st_ino for path in (one / "checkpoint.json", one, one.parent))
+    assert events[-4:] == [index, folder, one, run]
+
+
+def test_a_checkpoint_that_is_gone_can_be_removed(tmp_path: Path) -> None:
+    files.remove(tmp_path / "step-00000001")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_folder_with_other_names_is_free_after_resume(tmp_path: Path) -> None:
+    """`resume` found no checkpoint, so what stands there under such a name is none that `save` would lose."""
+    (tmp_path / "step-by-step").mkdir()
+    checkpoints = Checkpoints(tmp_path, nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end"))
+    assert checkpoints.resume() is None
+    assert checkpoints.save().name == "step-00000000"
+    assert (tmp_path / "step-by-step").is_dir()
 
 
 def flip(path: Path, bit: int) -> None:

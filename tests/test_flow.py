@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import nwise
-from nwise.flow import Cotangent, Flow, find_flow
+from nwise.flow import Cotangent, Flow, find_flow, flows_for
 from nwise.schedule.actions import Kind
 from nwise.schedule.orders import depth_first, make_schedule
 from nwise.schedule.sweep import merge
@@ -143,6 +143,22 @@ def test_every_credit_has_a_flow_that_is_exact(kind: str, dtype: torch.dtype) ->
             np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12 * abs(wanted).max())
 
 
+@pytest.mark.parametrize("losses", [((-1e-8, 0, 1e-19), (1, 1, 1)), ((0, 1, 1), (1, -1e9, 1e29))])
+def test_boundaries_that_disagree_about_rounding_have_a_flow(losses: tuple[tuple[float, ...], ...]) -> None:
+    """Stage 2 cannot combine all its columns from those chosen for the boundary above it, so others are chosen there.
+
+    Every other credit of these tests does without.
+    """
+    matrix = np.zeros((5, 5))
+    matrix[3:, :3] = losses
+    flow = find_flow(torch.from_numpy(matrix))
+    messages = contents(flow)
+    for k, stage in enumerate(flow.stages[:3]):
+        assert stage.weights is not None
+        got = mixed(stage.weights.own, stage.weights.received, messages[k + 1], k, 5)
+        np.testing.assert_allclose(got, matrix[:, k], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64], ids=str)
 def test_credit_of_any_dtype_trains_with_its_numbers_as_they_are(dtype: torch.dtype) -> None:
     """A custom strategy may compute in torch's default dtype; its float32 numbers are the credit, not those that were meant."""
@@ -262,6 +278,35 @@ def test_gradients_for_frozen_stages_are_not_sent() -> None:
     local = find_flow(nwise.Local().credit(2), trainable=[False, True])
     assert local.heads == (0, 1)  # the head of a frozen stage still learns
     assert not local.stages[0].own
+
+
+def test_message_of_weight_zero_is_not_waited_for() -> None:
+    assert Cotangent(0.0, (0.0, 2.0, 0.0), 3, 2.0).needed == [1]
+
+
+def test_all_heads_run_if_the_strategy_asks_for_them() -> None:
+    """By default every stage has a head; one without is left out."""
+    strategy = nwise.strategy("end-to-end", heads="all")
+    assert flows_for(strategy, 3, 1)[0][0].heads == (0, 1, 2)
+    assert flows_for(strategy, 3, 1, heads=[True, False, True])[0][0].heads == (0, 2)
+
+
+def test_gradient_of_an_own_loss_without_credit_is_not_asked_for() -> None:
+    """A stage whose head runs for its own sake needs no gradient of that loss, which would cost memory and a walk."""
+    flow = find_flow(nwise.EndToEnd().credit(3), probes=[True] * 3)
+    assert flow.heads == (0, 1, 2)
+    assert [stage.own for stage in flow.stages] == [False, False, True]
+
+
+@pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision"])
+def test_shared_are_the_gradients_that_two_passes_read(strategy: str) -> None:
+    """A pass may write over a sum that is made for it, and over a gradient that no other pass reads."""
+    for stage in find_flow(nwise.strategy(strategy).credit(6)).stages:
+        passes = [*stage.messages, *([stage.weights] if stage.weights and stage.fused is None else [])]
+        for cotangent in passes:
+            weights = [weight for weight in (cotangent.own, *cotangent.received) if weight]
+            readers = sum(any(a and b for a, b in zip(cotangent.reads, other.reads, strict=True)) for other in passes)
+            assert cotangent.shared == (weights == [1.0] and readers > 1)
 
 
 def test_no_message_is_multiplied_until_digits_are_lost() -> None:

@@ -98,6 +98,75 @@ def test_outputs_apart_from_the_inputs_are_finished_from_their_seeds() -> None:
     assert torch.equal(v.grad, v.detach().exp())  # type: ignore[arg-type]
 
 
+def test_hooks_of_an_output_apart_from_the_inputs_run() -> None:
+    """Its seed has not passed them before W, other than the cotangents that are caught inside the graph."""
+    x, w, v = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
+    outputs, ones = [x * w, v.exp()], [torch.ones(2), torch.ones(2)]
+    outputs[1].register_hook(lambda gradient: 2 * gradient)
+    with keep(outputs, ones, [x], [w, v]) as kept:
+        torch.autograd.backward(outputs, ones, inputs=[x], retain_graph=True)
+    assert kept is not None
+    finish(kept)
+    assert torch.equal(v.grad, 2 * v.detach().exp())  # type: ignore[arg-type]
+
+
+class Two(torch.autograd.Function):
+    """A product and a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (g, none), (x, w) = gradients, ctx.saved_tensors
+        assert g is not None
+        assert none is None
+        return g * w, g * x
+
+
+def test_node_with_an_output_that_is_not_used_is_kept() -> None:
+    """No gradient arrives for that output; the node's parameters still need the other one's."""
+    x, w = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
+    (y, _), one = Two.apply(x, w), torch.ones(2)  # type: ignore[no-untyped-call]
+    with keep([y], [one], [x], [w]) as kept:
+        torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
+    assert kept is not None
+    assert kept.num_bytes == one.nbytes
+    finish(kept)
+    assert w.grad is not None
+    assert w.grad.tolist() == [3.0, 3.0]
+
+
+class Over(torch.autograd.Function):
+    """A product whose backward writes over its cotangent, unseen by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (g,), (x, w) = gradients, ctx.saved_tensors
+        to_w = g * x
+        g.data.mul_(w)
+        return g, to_w
+
+
+def test_cotangent_that_a_custom_backward_writes_over_is_kept_as_it_arrived() -> None:
+    """Before any walk has shown that a function writes, only that it is a custom one says that it might."""
+    x, w = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
+    y, one = Over.apply(x, w), torch.ones(2)  # type: ignore[no-untyped-call]
+    with keep([y], [one], [x], [w]) as kept:
+        torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
+    assert kept is not None
+    finish(kept)
+    assert (x.grad.tolist(), w.grad.tolist()) == ([5.0, 5.0], [3.0, 3.0])  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_split_passes_cost_the_flops_of_one_and_are_bitwise_equal(recompute: bool) -> None:
     """End-to-end on a GPT: I and W of every stage against B; without kept cotangents I and W cost a third more than B."""

@@ -376,6 +376,16 @@ def test_save_after_a_part_was_replaced(part: str, tmp_path: Path) -> None:
         Checkpoints(tmp_path, pipe).save()
 
 
+def test_failed_step_drops_gradients_that_a_save_has_put_aside() -> None:
+    """They belong to steps after the mini-batches that the failure has dropped, and would come alone."""
+    pipe = net("end-to-end-delay-1")
+    train(pipe, sgd(pipe), range(2))
+    assert pipe.pending_gradients()
+    with pytest.raises((RuntimeError, ValueError)):
+        pipe.step(torch.randn(6, 5), target=batch(0)[1])
+    assert not pipe.drain()
+
+
 def test_recorder_sees_only_steps() -> None:
     pipe, steps = net("end-to-end-delay-1"), list[int]()
     train(pipe, sgd(pipe), range(2))

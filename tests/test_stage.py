@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import nwise
+from nwise.flow import Cotangent, StageFlow
+from nwise.stage.stage import Stage
+from nwise.stage.tape import Tape
 from test_contract import assert_same, gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -42,6 +46,10 @@ def plain(stages: Stages, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         h = stage(h)
     functional.cross_entropy(h, y).backward()
     return {f"stages.{name}": p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def linears(count: int) -> list[nn.Linear]:
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
 
 
 # Backwards that write into their cotangent ------------------------------------------------------------------
@@ -108,6 +116,71 @@ def test_backwards_may_write_over_their_cotangent(place: str, strategy: str, sch
             pipe.zero_grad()
             pipe.step(x, target=y)
         assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_one_of_two_messages_may_be_a_cotangent_that_a_later_pass_reads() -> None:
+    """A view passes on the memory of its cotangent, a layer beside it does not; the stage below writes over what it gets."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.scale = (*linears(2), nn.Parameter(torch.rand(WIDTH) + 0.5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return scaled(self.first(x), self.scale), self.second(x)
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            (self.layer,) = linears(1)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a.view(len(a), WIDTH) + self.layer(b)
+
+    x, y = batch()
+    net = [Both(), Sum(), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, strategy="end-to-end", schedule="zero-bubble")
+    expected = nwise.reference_grads(net, None, functional.cross_entropy, x, y, pipe.credit)
+    for _ in range(3):  # the third step makes no check
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+def test_one_of_two_cotangents_may_be_written_over() -> None:
+    """A walk differs from what it began with if it has written over a single part of it."""
+    flow = StageFlow(True, True, (), Cotangent(1.0, (), 0, 1.0), None)
+    one, two = torch.ones(2), torch.full((2,), 2.0)
+    tape = Tape(flow, cast(Any, None), 0, 1, own=(one, two, None))
+    assert not tape.differs(None, (one.clone(), two.clone(), None))
+    assert tape.differs(None, (one.clone(), 3 * two, None))
+
+
+def test_outputs_of_a_micro_batch_are_gone_before_the_next_one() -> None:
+    """In depth-first order a step has the tensors of one micro-batch at a time."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not [one for one in made if one() is not None]
+            y = super().forward(x)
+            made.append(weakref.ref(y))
+            return y
+
+    x, y = batch()
+    net = [Watched(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=4, schedule="depth-first")
+    pipe.step(x, target=y)
+    assert len(made) >= 4
+
+
+def test_tape_lets_go_of_its_tensors_after_the_last_pass_and_the_head() -> None:
+    flow = StageFlow(True, True, (), Cotangent(1.0, (), 0, 1.0), None)
+    for passes, head, empty in ((1, False, False), (0, True, False), (0, False, True)):
+        x = (torch.ones(2),)
+        tape = Tape(flow, cast(Any, None), 0, passes, inputs=x, messages={0: x}, outputs=x, head_left=head, own=x)
+        tape.release()
+        assert [not held for held in (tape.inputs, tape.messages, tape.outputs, tape.own)] == [empty] * 4
 
 
 def doubled_unseen(g: Tensor) -> None:
@@ -1265,3 +1338,12 @@ def test_attributes_of_outputs_are_refused() -> None:
     pipe = nwise.Pipeline([Marked(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], strategy="end-to-end")
     with pytest.raises(ValueError, match="The output of stage 0 should be plain tensors.*Found an attribute 'scale'"):
         pipe.step(x, target=y)
+
+
+def test_places_without_a_module_are_passed_over() -> None:
+    """A block may keep None where another one has a shortcut; its other modules are found, in torch's order."""
+    block = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH, bias=False))
+    block.register_module("shortcut", None)
+    stage = Stage(0, block, None, functional.cross_entropy, recompute=False)
+    assert stage.survey(block, None) == list(block.modules())
+    assert [id(p) for p in stage.learns] == [id(p) for p in block.parameters()]
