@@ -21,6 +21,7 @@ from nwise.app.report.grid import KIND_COLOURS, Picture
 from nwise.app.report.html import embed_json
 from nwise.app.training import Run
 from nwise.schedule import Costs, baseline, best
+from once import made_once
 
 pytest.importorskip("plotly", reason="needs the extra 'html'")
 # `NWISE_SCREENSHOTS=FOLDER pytest tests/test_page.py` takes pictures of the pages.
@@ -32,8 +33,11 @@ SMALL_TEXT = "--num-stages 2 --width 8 --num-heads 1 --sequence-length 256 --bat
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, one of them with a timeline as four processes would record it, their page, and a small explorer."""
-    folder = tmp_path_factory.mktemp("pages")
+    return made_once(tmp_path_factory, "pages", _make_pages)
+
+
+def _make_pages(folder: Path) -> None:
+    """Make two runs, one of them with a timeline as four processes would record it, their page, and a small explorer."""
     runs = folder / "runs"
     for strategy in ("2-wise", "end-to-end"):
         options = ["--strategy", strategy, "--epochs", "3", "--heads", "all", *NARROW]
@@ -58,7 +62,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     sizes += ["--microbatches", "1", "2", "4", "--costs", "transformer", "paper", "--latency", "0", "0.25"]
     assert cli.run(["explore", *sizes, "--out", str(folder / "explore.html")]) == 0
-    return folder
 
 
 def recorded(steps: int = 4) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import nwise
 from launch import RANKS, forked, results
 from nwise.flow import flows_for
 from nwise.schedule.named import choose
+from once import made_once
 from ranks import edges, mesh, placements
 from ranks.equality import CASES, case
 from test_interchange import written
@@ -186,7 +187,8 @@ def test_tensor_parallel_stages_match_single_process(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return results(edges.A, "edges.py", tmp_path_factory.mktemp("edges"))
+    folder = made_once(tmp_path_factory, "edges", lambda empty: results(edges.A, "edges.py", empty))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(edges.A)]
 
 
 @pytest.mark.parametrize("name", edges.CASES)
