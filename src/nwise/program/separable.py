@@ -102,7 +102,7 @@ def _alone(
             f"samples by `Pipeline(..., batch_dim=)`, {OTHERWISE}."
         )
     # Torch's own modules mix no samples while they train, but for batch norms, of which nwise warns.
-    if any(inner.training and not type(inner).__module__.startswith("torch.nn.") for inner in module.modules()):
+    if any(inner.training and not _is_torchs(inner) for inner in module.modules()):
         try:
             _, apart = _outputs(module, runs, sizes, shares, noise, training=True)
         except Exception:
@@ -186,17 +186,24 @@ def _double(module: nn.Module, *, training: bool) -> Callable[[], nn.Module]:
     double = copy.deepcopy(module)
     outside = set(held(module).modules)  # what says that it cannot be copied stays as it is
     unregistered = [inner for inner in held(double).modules if inner not in outside]
-    for inner in (*double.modules(), *unregistered):
+    everything = (*double.modules(), *unregistered)
+    for inner in everything:
         inner.training = inner.training and training and not isinstance(inner, Norm)  # nwise warns of torch's own
         if isinstance(vars(inner).get("forward"), FunctionType):
             raise TypeError("A function in place of `forward` still calls the original module.")
         clear_forward_hooks(inner)  # they may keep what they see
         if isinstance(inner, BatchNorm) and inner.running_mean is None:
             inner.forward = nn.Identity().forward  # type: ignore[method-assign] # it mixes samples, as all do in training
+    if not training and all(map(_is_torchs, everything)):
+        return lambda: double  # in evaluation mode torch's own modules keep nothing of a run
     # No run changes the dictionaries of hooks, whose copies would take most of the time.
     hooks = [value for inner in double.modules() for key, value in vars(inner).items() if "_hooks" in key]
     kept = {id(x): x for x in (*double.parameters(), *hooks)}
     return lambda: copy.deepcopy(double, dict(kept))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _run(double: nn.Module, inputs: Tensors, seed: int) -> Tensors:
