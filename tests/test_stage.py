@@ -1063,6 +1063,30 @@ def test_hooks_of_the_nodes_of_parameters_run_once(setting: dict[str, Any]) -> N
     functional.cross_entropy(copy.deepcopy(pipe).stages[0](x)[:, :3], y).backward()  # a copy has no hooks
 
 
+def test_pipelines_in_turn_do_not_make_each_other_look_for_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the look of each put hooks on, so the other saw a new number of hooks, and looked in every step."""
+    pipes = [nwise.Pipeline(linears(2), strategy="end-to-end") for _ in range(2)]
+    looked: list[Any] = []
+    x, y = batch()
+
+    def look(node: Any) -> list[Any]:
+        looked.append(node)
+        return []
+
+    def step() -> None:
+        for pipe in pipes:
+            pipe.step(x, target=y)
+
+    for _ in range(16):
+        step()
+    monkeypatch.setattr("nwise.stage.hooks.hooks_of", look)
+    step()
+    assert not looked
+    pipes[1].stages[1].weight.register_hook(lambda g: g)  # type: ignore[operator]
+    step()
+    assert looked
+
+
 def test_hooks_of_nodes_that_are_put_on_late_run_once() -> None:
     """Regression: put on after five steps, they ran for every micro-batch until step 8."""
     net = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]

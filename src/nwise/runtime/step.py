@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
@@ -17,7 +16,7 @@ from nwise.runtime.snapshot import deferred_norms, restored_on_error
 from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
-from nwise.stage.hooks import Hooks
+from nwise.stage.hooks import Hooks, count_hooks
 from nwise.terms import Terms
 
 __all__ = ["Step"]
@@ -62,7 +61,7 @@ class Step:
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
             engine.run(self.schedule, self.number, batch, self.on_action)
             batch.hand_back()
-        self.hooks.registered = RemovableHandle.next_id
+        self.hooks.registered = count_hooks()
         return batch.results(self.schedule.num_stages)
 
     def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:

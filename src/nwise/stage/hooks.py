@@ -27,6 +27,17 @@ from nwise.looks import is_due
 _NOTHING_ELSE = nullcontext()
 
 
+class _Own:
+    """How many hooks `hooks_of` has put on and removed: if they counted, two pipelines would make each other look in turn."""
+
+    count = 0
+
+
+def count_hooks() -> int:
+    """Return how many hooks torch has counted in this process, without those of `hooks_of`."""
+    return RemovableHandle.next_id - _Own.count
+
+
 class Hooks:
     """Finds the hooks of parameters.
 
@@ -34,7 +45,7 @@ class Hooks:
     between two steps.
 
     Attributes:
-        registered: how many hooks torch had counted in this process at the end of the last step or look.
+        registered: `count_hooks` at the end of the last step or look.
     """
 
     def __init__(self) -> None:
@@ -52,11 +63,11 @@ class Hooks:
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have hooks; one call of a step."""
         parameters, self._calls = list(parameters), self._calls + 1
-        if is_due(self._calls) or RemovableHandle.next_id != self.registered:
+        if is_due(self._calls) or count_hooks() != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
                 found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
-            self.registered = RemovableHandle.next_id
+            self.registered = count_hooks()
         return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
 
     def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
@@ -70,6 +81,7 @@ def hooks_of(node: Node) -> list[Any]:
     found = [handle.hooks_dict_ref() for handle in handles]
     for handle in handles:
         handle.remove()
+    _Own.count += len(handles)
     return found
 
 
