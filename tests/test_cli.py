@@ -304,7 +304,7 @@ def test_invalid_torchrun_environment_is_one_sentence(
 
 def test_train_with_closed_stdout_can_be_resumed(tmp_path: Path) -> None:
     """Regression: `nwise train | head -1` marked the run as failed without a message."""
-    os.mkfifo(tmp_path / "said-0.out")  # in the place of the file that the process would write
+    os.mkfifo(tmp_path / "said-0.out")  # instead of the file that the process would write
     (process,) = started(1, ["-m", "nwise", "train", *NARROW, "--epochs", "500"], tmp_path)
     try:
         with (tmp_path / "said-0.out").open() as out:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
+from nets import InPlace
 from nwise.app.models import gpt
 from nwise.flow import flows_for
 from nwise.schedule.orders import make_schedule, phase, skewed
@@ -140,26 +141,10 @@ def test_node_with_an_output_that_is_not_used_is_kept() -> None:
     assert w.grad.tolist() == [3.0, 3.0]
 
 
-class Over(torch.autograd.Function):
-    """A product whose backward writes over its cotangent, unseen by autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (g,), (x, w) = gradients, ctx.saved_tensors
-        to_w = g * x
-        g.data.mul_(w)
-        return g, to_w
-
-
 def test_cotangent_that_a_custom_backward_writes_over_is_kept_as_it_arrived() -> None:
     """Before any walk has shown that a function writes, only that it is a custom one says that it might."""
     x, w = (torch.full((2,), value, requires_grad=True) for value in (3.0, 5.0))
-    y, one = Over.apply(x, w), torch.ones(2)  # type: ignore[no-untyped-call]
+    y, one = InPlace.apply(x, w), torch.ones(2)  # type: ignore[no-untyped-call]
     with keep([y], [one], [x], [w]) as kept:
         torch.autograd.backward(y, one, inputs=[x], retain_graph=True)
     assert kept is not None

@@ -744,7 +744,7 @@ def test_interleaved_order_of_uneven_stages() -> None:
 
 
 def test_kinds_without_a_place_in_the_orders_are_refused() -> None:
-    """A kind of action that somebody adds had age 0, and list scheduling asked for its cotangent."""
+    """A custom kind of action had age 0, and list scheduling asked for its cotangent."""
     flows = flows_for(nwise.EndToEnd(), 2, 1)
     sent = nwise.schedule.Action(Kind.SEND_GRADIENT, 1, 0, 0)
     with pytest.raises(ValueError, match=r"Only computations and updates should have an age. Found SG1\(0.0\)"):

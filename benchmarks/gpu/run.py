@@ -112,7 +112,7 @@ def shared_gpu() -> Iterator[Mapping[str, str]]:
 
 @contextmanager
 def repository(*, rehearse: bool) -> Iterator[Path]:
-    """Yield the folder in which jobs run: a copy in a rehearsal, so that it overwrites no record of a measurement."""
+    """Yield the folder in which jobs run: a copy in a rehearsal, so it overwrites no record of a measurement."""
     if not rehearse:
         yield ROOT
         return

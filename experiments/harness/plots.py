@@ -40,7 +40,7 @@ def make_panels(
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yield a figure and its panels, with a grid and without a frame; write it at the end.
 
-    Panels stand one below the other, so that a phone can show them.
+    Panels stand one below the other, so a phone can show them.
     """
     rows = -(-count // columns)
     with new_figure(width * columns, height * rows, path) as figure:

@@ -25,7 +25,7 @@ _CLOSED = (Tensor, type, ModuleType, FunctionType, MethodType)  # their attribut
 _SEQUENCES = (list, tuple, set, frozenset)
 _DEPTH = 3  # containers inside one another
 _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device))
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module that no user has set
 
 
 class Held(NamedTuple):
@@ -53,7 +53,7 @@ def held(module: nn.Module) -> Held:
     generators: dict[Any, None] = {}
     for part in modules:  # grows
         for name, value in vars(part).items():
-            if name in _OF_TORCH or type(value) in _LEAVES:
+            if name in OF_TORCH or type(value) in _LEAVES:
                 continue
             for found in _inside(value, _DEPTH):
                 if not isinstance(found, nn.Module):
@@ -79,17 +79,13 @@ def values_in(*modules: nn.Module) -> Values:
     found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
     for part in (inner for module in modules for inner in module.modules()):
         for name, value in (("", vars(part)), *vars(part).items()):
-            if type(value) in _LEAVES or name in _OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
+            if type(value) in _LEAVES or name in OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
                 continue
             own = type(value).__module__.partition(".")[0] in ("nwise", "torch")
             inside = value if isinstance(value, dict) else {} if own else getattr(value, "__dict__", {})
-            if plain := {key: item for key, item in inside.items() if _is_plain(key, item)}:
+            if plain := {key: x for key, x in inside.items() if type(x) in _LEAVES and key not in OF_TORCH}:
                 found.append((inside, plain))
     return found
-
-
-def _is_plain(name: str, value: object) -> bool:
-    return type(value) in _LEAVES and (name == "training" or name not in _OF_TORCH)
 
 
 @contextmanager

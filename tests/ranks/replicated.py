@@ -217,7 +217,7 @@ def refusals() -> dict[str, str]:
     for name in ("equal buffers", "buffers"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for own in (False, True):  # what is no state may differ
+            for own in (False, True):  # buffers outside the state dict may differ
                 mean = torch.full((2,), float(RANK) if own or name == "buffers" else 1.0)
                 alike.module.register_buffer("table" if own else "mean", mean, persistent=not own)
             for _ in range(4):

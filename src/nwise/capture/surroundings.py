@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import hooks_of
-from nwise.held import held
+from nwise.held import OF_TORCH, held
 from nwise.runtime.structure import Structure
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _CLOSED = (type, ModuleType, FunctionType, MethodType, nn.Module, torch.Generator)
 _SCALARS = (bool, int, float, complex, str, type(None))
 _DEPTH = 3  # containers inside one another
@@ -71,7 +70,7 @@ class Surroundings:
         if isinstance(store, dict):  # TorchScript has none
             (self._stores if compared else self._others).append((owner, store, dict(store)))
             for name, value in store.items():
-                if name not in _OF_TORCH:
+                if name not in OF_TORCH:
                     self._inside(f"{owner}.{name}", value, _DEPTH)
 
     def _inside(self, name: str, value: Any, depth: int) -> None:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._torch import version
 from nwise.dtensor import is_dtensor
-from nwise.held import values_in, with_values
+from nwise.held import Values, values_in, with_values
 from nwise.stage.hooks import add_to_grad, noted
 
 
@@ -39,6 +39,7 @@ class Versions(ABC):
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self._values: Values = ()  # those of the forward that passes use
 
     @abstractmethod
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> AbstractContextManager[object]:
@@ -55,7 +56,7 @@ class Versions(ABC):
 
     def values(self) -> AbstractContextManager[object]:
         """Let the body run with the modules in the modes of the forward, and with their other values."""
-        return nullcontext()
+        return with_values(self._values)
 
     @contextmanager
     def _with_copies(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
@@ -111,9 +112,6 @@ class Stashed(Versions):
     def passing(self) -> AbstractContextManager[object]:
         # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
         return holding(self._module, self._parameters, self._name)
-
-    def values(self) -> AbstractContextManager[object]:
-        return with_values(self._values)
 
 
 class InMemory(Versions):
@@ -198,9 +196,6 @@ class Recomputed(InMemory):
     def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
         with self._with_copies(buffers, checked=checked), super().computing(buffers, checked=checked):
             yield
-
-    def values(self) -> AbstractContextManager[object]:
-        return with_values(self._values)
 
 
 class _Saved(NamedTuple):
