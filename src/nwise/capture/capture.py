@@ -38,7 +38,6 @@ from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.executor import Memory
-from nwise.runtime.processes import Processes
 from nwise.runtime.step import Step
 from nwise.stage.rerun import random_states_kept
 from nwise.tensors import Tensors, each, names
@@ -223,23 +222,6 @@ class Capture:
     def __reduce__(self) -> Any:
         """Copy and pickle without the recordings."""
         return Capture, (self._losses,)
-
-
-def capture_of(losses: Sequence[Any], processes: Processes, compression: object, always: bool) -> Capture:
-    """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
-    size, ranks = processes.size, processes.num_ranks
-    others = {
-        f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
-        "`compress`; leave it out": compression is not None,
-        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
-    }
-    if any(others.values()):
-        found = next(name for name, is_given in others.items() if is_given)
-        raise ValueError(
-            "A captured pipeline should have whole stages without replicas, messages without compression, and few checks. "
-            f"Found {found}."
-        )
-    return Capture(losses)
 
 
 def make_graphs(device: torch.device) -> Graphs:

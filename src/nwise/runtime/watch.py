@@ -20,16 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from nwise.process import end_stalled, exit_at_once
 from nwise.runtime.calls import Calls, Collective
 from nwise.runtime.channel import LostPeer
-from nwise.schedule.actions import SENDS, Action, Kind, describe
+from nwise.runtime.processes import Doing
 
-__all__ = ["Doing", "RankError", "Watchdog"]
+__all__ = ["RankError", "Watchdog"]
 
-_WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
@@ -37,30 +36,6 @@ _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks
 
 class RankError(RuntimeError):
     """Training ended on all ranks; the message names the first error and its rank."""
-
-
-class Doing(NamedTuple):
-    """The present action of a rank.
-
-    Args:
-        step: number of the mini-batch.
-        action: the action, from the stage's list.
-        since: start of the action in seconds of `time.perf_counter`.
-        over: whether the action is done and the user's `on_action` is running; default: False.
-    """
-
-    step: int
-    action: Action
-    since: float
-    over: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether this rank may be waiting for another."""
-        return self.action.kind in _WAITS and not self.over
-
-    def __str__(self) -> str:
-        return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
 class Watchdog:

@@ -36,14 +36,14 @@ from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
-from nwise.runtime.launch import backend_for, default_store, exchange, launched, make_mesh, start, time_limit
+from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
 from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
 
-__all__ = ["World", "join", "tell_all"]
+__all__ = ["World", "tell_all"]
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 _open: list[World] = []
@@ -61,15 +61,6 @@ def tell_all(error: BaseException) -> None:
 def _report_crashes() -> None:
     """End all ranks after an uncaught error, for example in a data loader or an optimizer."""
     on_uncaught_error(tell_all)
-
-
-def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:
-    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several."""
-    if launched():
-        return World(num_stages, placement, mesh, time_limit(timeout))
-    ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
-    make_placement(placement, num_stages, ranks)  # one process refuses the same placements
-    return Processes(num_stages)
 
 
 class World(Processes):
