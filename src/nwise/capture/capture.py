@@ -51,46 +51,30 @@ _MANY = 100  # steps of a kind after which a change was worth its recording
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded step.
+    """A recorded step: its graphs, and the memory that they read and write at each replay."""
 
-    Args:
-        segments: the graph of each segment.
-        inputs: the tensors that they read: the batch.
-        memory: those that they read from other ranks, and write for them.
-        gradients: those that they write: the gradient of each trainable parameter.
-        results: what else they write.
-        values: all values of the results, in one tensor.
-    """
-
+    #     batch --> inputs                 gradients --> .grad
+    #                     `--> segments --<
+    #     other ranks <--> memory          results, as one tensor `values`
     segments: Sequence[Seeded]
     inputs: Sequence[Tensor]
     memory: Memory
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor | None]  # of each trainable parameter
     results: Results
     values: Tensor
 
 
 @dataclass
 class StepKind:
-    """Steps of one kind.
+    """Steps of one kind."""
 
-    Attributes:
-        steps: how many have run or were replayed.
-        drawing: the parts that draw random numbers, and how often in each segment.
-        recording: the recording; None until there is one.
-    """
-
-    steps: int = 0
-    drawing: Sequence[Counter[Part]] = ()
+    steps: int = 0  # that have run or were replayed
+    drawing: Sequence[Counter[Part]] = ()  # the parts that draw random numbers, and how often in each segment
     recording: Recording | None = None
 
 
 class Capture:
-    """Runs the steps of a pipeline eagerly or by replay.
-
-    Args:
-        losses: the losses, whose numbers must not change while a step is recorded.
-    """
+    """Runs the steps of a pipeline eagerly or by replay; the numbers of the losses must stay while a step is recorded."""
 
     def __init__(self, losses: Sequence[Any]) -> None:
         self._losses = losses
@@ -110,6 +94,7 @@ class Capture:
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
+        # The cheap questions first: a warm step compares attributes and addresses, and finds its recording by its key.
         before = self._surroundings
         same = before is not None and before.structure is step.structure and before.changed() is None
         surroundings = before if before is not None and same else self._look(step)
@@ -120,8 +105,10 @@ class Capture:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
-                cause = f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
-                return self._give_up(step, cause)
+                self._stop(
+                    f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
+                )
+                return step.run(Draws(step.seed))
         given = _tensors(step.parts)
         kind = self._kind(_key(step, given))
         if kind is None:
@@ -132,7 +119,8 @@ class Capture:
             try:
                 kind.recording = self._record(step, kind)
             except NotRecordableError as error:
-                return self._give_up(step, str(error))
+                self._stop(str(error))
+                return step.run(Draws(step.seed))
         kind.steps += 1
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
@@ -176,6 +164,8 @@ class Capture:
         draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
         for p in learns:
             p.grad = None
+        # Autocast keeps a cast weight for the forwards that follow. One of an eager step would lie outside the graph's memory,
+        # and one of the recording has no values afterwards.
         torch.clear_autocast_cache()
         try:
             with ExitStack() as stack:
@@ -203,11 +193,6 @@ class Capture:
         """Take the present surroundings as those that the next steps are compared with."""
         self._surroundings = Surroundings(step.structure, self._losses)
         return self._surroundings
-
-    def _give_up(self, step: Step, cause: str) -> Results:
-        """Run this and all later steps eagerly, and say why."""
-        self._stop(cause)
-        return step.run(Draws(step.seed))
 
     def _stop(self, cause: str) -> None:
         """Run all later steps eagerly, and say why."""
@@ -259,19 +244,18 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
 
     with torch.no_grad():
         copies(recording.inputs, given)
-        # The memory of a gradient is the same in each replay, so one that is to be added to is put aside.
+        # The memory of a gradient is the same in each replay, so one that is to be added to is put aside:
+        #
+        #     .grad before    memory of the graph    after the replay
+        #     none            new                    new, the graph's memory
+        #     other memory    new                    before + new
+        #     this memory     new over before        new + a copy of before
         pairs = zip(recording.gradients, before, strict=True)
         kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
         step.engine.replay(step.schedule, step.number, step.parts.inputs, recording.memory, launch)
         for p, old, new, own in zip(learns, before, recording.gradients, kept, strict=True):
-            if new is None:
-                continue
-            if old is None:
-                p.grad = new
-            elif own is None:
-                old.add_(new)
-            else:
-                old.add_(own)
+            if new is not None:
+                p.grad = new if old is None else old.add_(new if own is None else own)
         return _unpacked(recording.results, recording.values.clone())
 
 
@@ -306,6 +290,7 @@ def _unpacked(like: Results, values: Tensor) -> Results:
 def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     """Return what is the same for all steps that one recording serves."""
     call = step.number % len(step.schedule.flows)
+    # Everything that Python decides from the step, beside modules and losses: kernels are chosen by dtype, strides and settings.
     batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
     autocast = autocast_dtype(step.engine.device)
@@ -326,8 +311,5 @@ def _static(tensors: Tensors | None) -> Tensors | None:
 
 
 def _cause(error: Exception) -> str:
-    return (
-        str(error)
-        if isinstance(error, NotRecordableError)
-        else f"raises {type(error).__name__}: {error}".splitlines()[0]
-    )
+    known = isinstance(error, NotRecordableError)
+    return str(error) if known else f"raises {type(error).__name__}: {error}".splitlines()[0]

@@ -69,13 +69,7 @@ Seeded = tuple[Graph, Sequence[Part]]  # a graph, and the part that draws from e
 
 
 class CudaGraph:
-    """A CUDA graph.
-
-    Args:
-        device: the GPU.
-        pool: pool of memory that several graphs share.
-        stream: the stream to record on.
-    """
+    """A CUDA graph, recorded on a stream, in a pool of memory that several graphs share."""
 
     def __init__(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
@@ -85,6 +79,7 @@ class CudaGraph:
     @contextmanager
     def recording(self, num_streams: int) -> Iterator[None]:
         """Record what the body launches."""
+        # A recorded kernel reads the seed from memory that belongs to a generator's state, so each stream is a state of its own.
         present = self._generator.graphsafe_get_state()
         self._streams = [self._generator.clone_state() for _ in range(num_streams)]
         for stream in self._streams:
@@ -111,11 +106,7 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Makes CUDA graphs.
-
-    Args:
-        device: the GPU.
-    """
+    """Makes CUDA graphs on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,6 +135,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             raise NotRecordableError("reads a value (`item`, `float`, `bool`, `if`, `print`)")
+        # `x[i]` has the shape of i, unless i is a mask; torch gives both one tag.
         by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if by_mask or (torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor):
             raise NotRecordableError(
@@ -167,11 +159,7 @@ def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class Observed(Draws):
-    """Notes which parts draw random numbers on the device.
-
-    Attributes:
-        drawing: the parts, and how often they draw, for each segment.
-    """
+    """Notes which parts draw random numbers on the device: `drawing` has them, and how often, for each segment."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -195,13 +183,7 @@ class Observed(Draws):
 class Recorded(Draws):
     """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
 
-    Args:
-        graphs: what makes the graphs.
-        drawing: the parts that draw, and how often, for each segment.
-        generators: random generators that modules hold.
-
-    Attributes:
-        segments: their graphs.
+    `drawing` is that of `Observed`, `generators` are those that modules hold, and `segments` are the graphs so far.
     """
 
     def __init__(self, graphs: Graphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
@@ -225,7 +207,10 @@ class Recorded(Draws):
         self._begin_segment()
 
     def _begin_segment(self) -> None:
-        # What draws though it has not drawn before gets a stream that is the same for all.
+        # What draws though it has not drawn before gets a stream that is the same for all. A part that runs twice has two:
+        #
+        #     drawing    {stage 1 of micro-batch 0: 2, its head: 1}
+        #     streams    0: other    1, 2: stage 1, forward and recomputation    3: head
         drawing = self._drawing[len(self.segments)]
         parts: list[Part] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}

@@ -30,8 +30,7 @@ from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
-# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and
-# "due".
+# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and "due".
 FACTS = {
     "step": int,
     "seed": int,
@@ -67,6 +66,7 @@ def collect_tensors(
         due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
         tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
+    # Copies, because training goes on while the writer's thread works.
     order = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
 
@@ -167,6 +167,7 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
     """
+    # In order: compare names and shapes, find where each tensor goes, read all of them, and only then change the pipeline.
     facts, layout = files.read_facts(folder), files.read_layout(folder)
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
@@ -192,7 +193,7 @@ def restore(
         found = {names[name]: p for p, name in parameter_names(pipe).items() if name in names}
         with _reading(folder):
             loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
-    # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
+    # Memory for all of it: an unreadable file is found before anything is changed.
     due = _due_gradients(pipe, facts, layout)
     wanted = targets | {name: p for call in due for p, name in call.items()}
     # To the CPU, except that parts of a DTensor stay on their mesh's device.

@@ -27,8 +27,7 @@ class Chain(nn.Module):
     ['blocks.3.weight']
     """
 
-    # Names of the inputs that come by position, if they have any.
-    input_names: Sequence[str] = ()
+    input_names: Sequence[str] = ()  # of those that come by position, if they have names
 
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -90,11 +89,16 @@ class Chain(nn.Module):
         refuse_buffers(buffers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle: a copy has pieces of its own, which are in no network."""
+        """Return the state to copy or pickle, without the network: a copy has pieces of its own."""
         return {**super().__getstate__(), "origin": None}  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self.check_origin()
+        # What a piece returns are the arguments of the next:
+        #
+        #     y         piece(y)
+        #     (y, z)    piece(y, z)
+        #     {"a": y}  piece(a=y)
         output: Any = inputs
         for path in self._paths.values():
             output = self._piece(path)(*inputs, **named)

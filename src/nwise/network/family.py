@@ -17,10 +17,8 @@ __all__ = ["CallContext", "Family", "attend", "run", "run_without_mask", "skip"]
 class CallContext:
     """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.
 
-    Args:
-        config: the model's configuration.
-        given: the model's inputs that this stage has, by name, and the values that its modules add for later ones.
-        shared: the stage's copies of modules without weights, by the last part of their names.
+    `given` has the model's inputs that this stage has, by name, and the values that its modules add for later ones; `shared` the
+    stage's copies of modules without weights, by the last part of their names.
     """
 
     def __init__(self, config: Any, given: dict[str, Tensor], shared: Mapping[str, nn.Module]) -> None:
@@ -51,6 +49,7 @@ class CallContext:
             packed: whether positions that begin again separate texts. Default: True.
             also: tells, from sample, head, query and key, which other pairs of positions see each other; default: none.
         """
+        # By transformers' own functions: they know the form that the chosen kernel of attention takes.
         if kind not in self._masks:
             from transformers import masking_utils
 

@@ -107,6 +107,7 @@ def exchange(
     Raises:
         RuntimeError: another rank has not come in time.
     """
+    # Through the store, not by a collective: a rank that waits here still hears of an error of another (`check`).
     store.set(f"{key}/{rank}", json.dumps(value))
     deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001  # type: ignore[attr-defined]  # it is there
     for other in range(size):
@@ -123,12 +124,7 @@ def exchange(
 
 
 def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless all ranks have the same values.
-
-    Args:
-        everywhere: the values of every rank, by name; one that is None does not count.
-        remedies: what to change, by name; default: to give all ranks the same.
-    """
+    """Raise ValueError unless all ranks have the same values, by name; None does not count. A remedy says what to change."""
     for name in everywhere[0]:
         given = [(rank, values[name]) for rank, values in enumerate(everywhere) if values[name] is not None]
         for rank, value in given[1:]:

@@ -121,12 +121,11 @@ class Watchdog:
     def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
         """Record an error as the first one, unless another was first, and give the other ranks time to report it.
 
-        Args:
-            what: rest of the sentence that begins with this rank's name.
-            kill: id of a stalled process on this machine, which the launcher would wait for; default: None.
-            store: the calling thread's store; default: the main thread's, which blocks other threads while that thread waits.
+        `what` is the rest of a sentence that begins with this rank's name, and `kill` a stalled process of this machine, which
+        the launcher would wait for. The main thread's store would block another thread while the main thread waits.
         """
         store = store or self._main
+        # `compare_set` writes only where nothing is: of all ranks' errors the first one stays, and all get it back.
         self._tells = True
         failure = f"{self._name.capitalize()} {what}"
         with suppress(RuntimeError):  # the store has ended, and so have all other ranks

@@ -148,20 +148,14 @@ class World(Processes):
         free, self._default = self._default, None
         forward = free if free is not None and device.type == "cpu" else self._new_group(backend=backend)
         groups = [forward, self._new_group(backend=backend)]
-        pairs = dict.fromkeys(
-            pair
-            for here, there in itertools.pairwise(self.placement)
-            for pair in ((here, there), (there, here))
-            if here != there
-        )
+        ahead = {pair for pair in itertools.pairwise(self.placement) if pair[0] != pair[1]}
+        pairs = sorted(ahead | {(there, here) for here, there in ahead})
         columns = self._columns()
         for back, group in enumerate(groups):
-            links = [(column[a], column[b]) for a, b in sorted(pairs) if (a > b) == back for column in columns]
+            links = [(column[a], column[b]) for a, b in pairs if (a > b) == back for column in columns]
             introduce(group, links, self.rank, device)
-        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in sorted(pairs) if a == self.place}
-        receivers = {
-            a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in sorted(pairs) if b == self.place
-        }
+        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in pairs if a == self.place}
+        receivers = {a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in pairs if b == self.place}
         self._channels[device, self.placement] = senders, receivers
         return senders, receivers
 
@@ -172,13 +166,12 @@ class World(Processes):
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         columns = self._columns()
-        new = dict.fromkeys(
-            self._places(stages) for stages in sets if (self._places(stages), replicas) not in self._groups
-        )
+        new = [places for places in dict.fromkeys(map(self._places, sets)) if (places, replicas) not in self._groups]
         if new:
             self.begin("the making of groups")
         for places in new:
-            # Ranks outside the group take part too: all ranks make a group, or none does.
+            # Ranks outside the group take part too: all ranks make a group, or none does. Four stages on ranks 0 to 7 in two
+            # replicas (see above), for stages 1 and 2: groups (2, 4) and (3, 5), or (2, 4, 3, 5) over the replicas.
             self._groups[places, replicas] = None
             sets_of_ranks = [[column[place] for place in places] for column in columns]
             if replicas:
@@ -297,7 +290,8 @@ class World(Processes):
         if self not in _open or self.watch.has_failed:
             return
         _open.remove(self)
-        # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
+        # All ranks meet twice: before the flush, because a rank still in a step would mistake it for its message, and after it,
+        # because a rank that left earlier would break the connections that another still flushes.
         with self.telling("the end (`close`)"):
             calls = self._exchange("calls", _calls.count)
         if len(set(calls)) > 1:
