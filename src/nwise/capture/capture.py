@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
-from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
+from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
 from nwise.microbatch import Parts, Results
@@ -79,7 +79,7 @@ class Capture:
     def __init__(self, losses: Sequence[Any]) -> None:
         self._losses = losses
         self._kinds: dict[Hashable, StepKind] = {}
-        self._graphs: Graphs | None = None
+        self._graphs: CudaGraphs | None = None
         self._surroundings: Surroundings | None = None
         self._changes = 0
         self._failed = self._full = False
@@ -209,7 +209,7 @@ class Capture:
         return Capture, (self._losses,)
 
 
-def make_graphs(device: torch.device) -> Graphs:
+def make_graphs(device: torch.device) -> CudaGraphs:
     """Return what records on a device.
 
     Raises:

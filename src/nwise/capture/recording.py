@@ -18,8 +18,8 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, Self
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,8 +28,7 @@ from torch import Tensor
 from nwise._torch import TorchDispatchMode
 from nwise.randomness import Draws
 
-__all__ = ["CudaGraphs", "Graph", "NotRecordableError"]
-
+__all__ = ["CudaGraphs", "NotRecordableError"]
 
 Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
 
@@ -38,38 +37,11 @@ class NotRecordableError(RuntimeError):
     """What a step does cannot be recorded; the message names it."""
 
 
-class Graph(Protocol):
-    """Computations that can be replayed."""
-
-    def recording(self, num_streams: int) -> AbstractContextManager[None]:
-        """Record what the body computes; what it returns has no values before a replay.
-
-        Args:
-            num_streams: number of streams of random numbers.
-        """
-
-    def draw_from(self, stream: int) -> None:
-        """Let what is recorded from here on draw from a stream."""
-
-    def replay(self, seeds: Sequence[int]) -> None:
-        """Compute again, with a seed for each stream."""
-
-
-class Graphs(Protocol):
-    """Makes graphs that share a pool of memory, so they are replayed in the order in which they were recorded."""
-
-    def new(self) -> Graph:
-        """Return an empty graph."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Run the body where graphs are recorded."""
-
-
-Seeded = tuple[Graph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
-
-
 class CudaGraph:
-    """A CUDA graph, recorded on a stream, in a pool of memory that several graphs share."""
+    """A CUDA graph, recorded on a stream, in a pool of memory that several graphs share.
+
+    Tests put a graph of the CPU in its place (`tests/recorder.py`).
+    """
 
     def __init__(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
@@ -78,7 +50,7 @@ class CudaGraph:
 
     @contextmanager
     def recording(self, num_streams: int) -> Iterator[None]:
-        """Record what the body launches."""
+        """Record what the body launches, with so many streams of random numbers; nothing has values before a replay."""
         # A recorded kernel reads the seed from memory that belongs to a generator's state, so each stream is a state of its own.
         present = self._generator.graphsafe_get_state()
         self._streams = [self._generator.clone_state() for _ in range(num_streams)]
@@ -95,24 +67,27 @@ class CudaGraph:
                 self._generator.graphsafe_set_state(present)
 
     def draw_from(self, stream: int) -> None:
-        """Make a stream the GPU's generator."""
+        """Let what is recorded from here on draw from a stream."""
         self._generator.graphsafe_set_state(self._streams[stream])
 
     def replay(self, seeds: Sequence[int]) -> None:
-        """Launch the graph on the present stream of the GPU."""
+        """Launch the graph on the present stream of the GPU, with a seed for each stream of random numbers."""
         for stream, seed in zip(self._streams, seeds, strict=True):
             stream.manual_seed(seed)
         self._graph.replay()
 
 
+Seeded = tuple[CudaGraph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
+
+
 class CudaGraphs:
-    """Makes CUDA graphs on a GPU."""
+    """Makes graphs on a GPU that share a pool of memory, so they are replayed in the order in which they were recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def new(self) -> Graph:
+    def new(self) -> CudaGraph:
         """Return an empty graph."""
         return CudaGraph(self._device, self._pool, self._stream)
 
@@ -186,7 +161,7 @@ class Recorded(Draws):
     `drawing` is that of `Observed`, `generators` are those that modules hold, and `segments` are the graphs so far.
     """
 
-    def __init__(self, graphs: Graphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
+    def __init__(self, graphs: CudaGraphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
         super().__init__()
         self._graphs, self._drawing, self._generators = graphs, drawing, generators
         self.segments: list[Seeded] = []

@@ -189,7 +189,7 @@ def _with_functions(
 ) -> dict[str, nn.Module]:
     """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
     # A function before a sequence that is cut goes before its first module.
-    first: dict[str, str] = {}
+    inserted: dict[str, dict[str, nn.Module]] = {}
     for owner, function in functions.items():
         inside = [name for name in pieces if f"{name}.".startswith(f"{owner}.")]
         if not inside:
@@ -201,16 +201,10 @@ def _with_functions(
                 f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with "
                 "parameters belongs to the network."
             )
-        first[owner] = inside[0]
-    result: dict[str, nn.Module] = {}
-    for name, piece in pieces.items():
-        for owner, function in functions.items():
-            if first[owner] == name:
-                path, _, last = owner.rpartition(".")
-                made = function if isinstance(function, nn.Module) else Function(function)
-                result[f"{path}.before_{last}".removeprefix(".")] = made
-        result[name] = piece
-    return result
+        path, _, last = owner.rpartition(".")
+        made = function if isinstance(function, nn.Module) else Function(function)
+        inserted.setdefault(inside[0], {})[f"{path}.before_{last}".removeprefix(".")] = made
+    return {k: v for name, piece in pieces.items() for k, v in {**inserted.get(name, {}), name: piece}.items()}
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
@@ -240,10 +234,10 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
 
 def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    for path, module in _opened(model, pieces):
+    for who, module in _opened(model, pieces):
         if lost := _custom(module, known=is_hugging_face(model)):
             raise ValueError(
-                f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
+                f"{who} should run its children in the order they were registered and do nothing "
                 f"else, as its stages will. Found a {type(module).__name__} with a custom {lost}, whose sums, reshapes, order or "
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
                 "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
@@ -252,21 +246,21 @@ def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
 
 def _refuse_custom_modes(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose way to change modes, such as one that keeps its norms frozen, is lost with it."""
-    for path, module in _opened(model, pieces):
+    for who, module in _opened(model, pieces):
         for name in ("train", "eval"):
             method = getattr(module, name)
             if not f"{method.__module__}.".startswith(_LIBRARIES):
                 raise ValueError(
-                    f"{repr(path) if path else '`model`'} should change modes as `nn.Module` does, because `train` and `eval` of "
+                    f"{who} should change modes as `nn.Module` does, because `train` and `eval` of "
                     f"the stages reach its children one by one. Found a {type(module).__name__} with its own `{name}`; move it "
                     "into the child whose mode it changes, or pass `unchecked=True` and set the modes yourself."
                 )
 
 
 def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose children stages hold one by one, with their names."""
+    """Return the modules whose children stages hold one by one, with their names in an error."""
     opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
-    return [(path, model.get_submodule(path)) for path in ["", *sorted(opened)]]
+    return [("`model`", model), *((repr(path), model.get_submodule(path)) for path in sorted(opened))]
 
 
 def _custom(module: nn.Module, *, known: bool) -> str:

@@ -234,10 +234,9 @@ class Wire:
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
         """Compress and restore tensors on their way to a stage of the same process; names and None stay."""
         assert self.compression is not None
-        arrived: list[Tensor | None] = []
-        for i, t in enumerate(tensors):
-            key = None if sender is None else (sender, i)
-            arrived.append(
-                None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
-            )
+        keys = [None if sender is None else (sender, i) for i in range(len(tensors))]
+        arrived = [
+            None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
+            for key, t in zip(keys, tensors, strict=True)
+        ]
         return with_names(cast(Tensors, arrived), names(cast(Tensors, tensors)))
