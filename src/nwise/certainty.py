@@ -79,13 +79,7 @@ def checked_confidence(given: Confidence) -> Rule:
 
 
 def confidences(losses: Sequence[Callable[..., Tensor]], exits: Collection[int], given: Confidence) -> dict[int, Rule]:
-    """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss.
-
-    Args:
-        losses: the loss of every stage.
-        exits: indices of the stages at which samples may leave.
-        given: the confidence of all stages; None for those of the losses.
-    """
+    """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss."""
     stages = (*exits, len(losses) - 1)
     if given is not None:
         return dict.fromkeys(stages, checked_confidence(given))
@@ -132,6 +126,7 @@ def confidence_of(
             f"`confidence` {rule!r} should have at least two classes along dimension {dim}. Found shape {list(logits.shape)} at "
             f"stage {stage}; pass 'label' if the output is one logit."
         )
+    # Logits [B, C, T] of "classes" and [B, T, C] of "tokens" have positions [B, T], as a mask has; [B, C] has none.
     positions = logits.shape[:1] + logits.shape[2:] if rule == "classes" else logits.shape[:-1]
     mask = mask if len(positions) > 1 else None
     if mask is not None and mask.shape != positions:
@@ -159,6 +154,7 @@ def _in_range(sure: Any, logits: Tensor, stage: int) -> Tensor:
     """Return what a function gave; raise ValueError unless it is a number from 0 to 1, up to rounding, for every sample."""
     found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
     if isinstance(sure, Tensor) and sure.shape == logits.shape[:1]:
+        # Sums of probabilities may end a little above 1. The slack is 0.03 in float16 and 0.0003 in float32.
         slack = torch.finfo(sure.dtype).eps ** 0.5 if sure.is_floating_point() else 0
         diverged = logits[:, None].isnan().flatten(1).any(1).to(sure.device)  # nan of nan is no fault
         wrong = sure[~diverged & ~((sure >= -slack) & (sure <= 1 + slack))]

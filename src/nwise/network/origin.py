@@ -44,6 +44,7 @@ class Origin:
 
     def check(self) -> None:
         """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
+        # A module that is gone cannot be changed any more.
         for name, parent, key, child in self._links:
             owner = parent()
             if owner is not None and (found := owner._modules.get(key)) is not child():
@@ -98,6 +99,7 @@ def _differs(now: Any, before: Any) -> bool:
         return False
     if not isinstance(now, Tensor) or now.shape != values.shape:
         return True
+    # A network cast to bfloat16 has other digits, but no other values: one unit of the last digit is not a change.
     near = torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
     return not now.is_meta and not torch.allclose(
         now.detach().cpu().double(), values.cpu().double(), rtol=near, atol=0.0

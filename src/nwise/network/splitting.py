@@ -113,6 +113,7 @@ def split(
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    # Every name of the network should be that of a stage; a parameter beside the children would be trained by nobody.
     if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
@@ -163,6 +164,7 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
             f"`at` should be from 1 to the network's {len(blocks)} {kind} modules, or name the modules at which stages begin. "
             f"Found {num_stages}."
         )
+    # Seven blocks in three stages begin at 0, 2 and 4: of 2, 2 and 3 blocks.
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
 

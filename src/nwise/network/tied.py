@@ -27,6 +27,7 @@ def untie(model: nn.Module) -> list[str]:
     >>> untie(nn.Sequential(a, b))
     ['1.weight']
     """
+    # `seen` has every tensor and module that is in its first place.
     new: list[str] = []
     _copy_second_places(model, "", set(), new)
     for part in model.modules():

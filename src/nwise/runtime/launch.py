@@ -88,6 +88,7 @@ def _leave() -> None:
 
 def backend_for(device: torch.device) -> str:
     """Return the backend of a new group for tensors on a device: the default group's, or torch's choice if that has none."""
+    # "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}
     chosen = dict(one.split(":") for one in dist.get_backend_config().split(","))
     return chosen.get(device.type) or dist.get_default_backend_for_device(device)
 

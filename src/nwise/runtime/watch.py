@@ -69,6 +69,10 @@ class Watchdog:
         self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
+        #
+        #     _main           main thread, in collectives of facts and for its own error
+        #     _store          `_live`, which never waits long
+        #     _error_store    `_listen`, which waits for the first error from the start
         self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         names = ", ".join(map(str, stages))
@@ -133,7 +137,8 @@ class Watchdog:
         if kill is not None:
             end_stalled(kill)
         first = self._report(failure)
-        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
+        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too: `reports`
+        # counts those that have, this one included, for at most two seconds.
         with suppress(RuntimeError):
             reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
             while reports < self._size and time.monotonic() < deadline:
@@ -227,6 +232,7 @@ class Watchdog:
 
     def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
+        # Only calls of one number are compared: a rank that is behind has not made the others yet.
         for mine, theirs in self._calls.pairs(Collective(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
                 return (

@@ -90,7 +90,8 @@ class World(Processes):
         limit: float = 300.0,
     ) -> None:
         self._timeout = timedelta(seconds=4 * limit)
-        # The default group is free for our own messages if it was made here.
+        # Every gloo group costs a thread, so the first use of the default group is for messages, if it was made here; a group of
+        # the caller's may carry other messages at any time.
         self._default = dist.group.WORLD if start(4 * limit) else None
         self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
@@ -103,6 +104,7 @@ class World(Processes):
         self.place = self.mesh.get_local_rank("pp")
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
         self.placement = make_placement(placement, num_stages, len(self.ranks))
+        # Keys of an earlier attempt, such as its error, are still in torchrun's store.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"nwise/{attempt}/{self._number}", default_store())
         # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
@@ -142,7 +144,10 @@ class World(Processes):
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         if (device, self.placement) in self._channels:
             return self._channels[device, self.placement]
-        # One group for each direction: neither waits behind the other.
+        # One group for each direction, from lower to higher places and back: neither waits behind the other.
+        #
+        #     placement 0 1 0 1    0 -> 1    outputs of stages 0 and 2, gradient of stage 2
+        #                          1 -> 0    output of stage 1, gradients of stages 1 and 3
         backend = backend_for(device)
         # The default group is free for the first call on the CPU: its gloo thread runs anyway, see `control`.
         free, self._default = self._default, None
@@ -217,9 +222,10 @@ class World(Processes):
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with self.telling("the collection of tensors"):
             whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
+            # One rank of every place sends, and rank 0 takes them one after the other.
             assert self.control  # also on ranks that send nothing: all ranks make the group
             if self.rank:
-                if 0 in self.ranks:  # one rank of every place sends
+                if 0 in self.ranks:
                     self.send(Named(whole), 0)
                 return {}
             collected = {name: t.detach().cpu() for name, t in whole.items()}

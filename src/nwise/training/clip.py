@@ -119,6 +119,7 @@ class Clip:
         seen: set[nn.Parameter] = set()
         for stage, is_head in (part for _, group in self._groups for part in group):
             module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
+            # With the parameters that another part has already left out: a shared one counts once in the global norm.
             owned[stage, is_head] = [] if module is None else [p for p in module.parameters() if p not in seen]
             seen.update(owned[stage, is_head])
         return owned

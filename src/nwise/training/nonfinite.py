@@ -92,7 +92,7 @@ class NonFiniteGuard:
         }
         if self._policy == "skip":
             return self._skip(bad)
-        # Report the loss rather than the gradients it caused.
+        # Report the loss rather than the gradients it caused: an infinite loss makes the gradients of all its stages nan.
         if wrong := sorted((k for k, flags in bad.items() if any(flags)), key=lambda k: not self._wrong_losses(k)):
             self._stop(wrong[0])
         return []
