@@ -98,12 +98,7 @@ def exchange(
 ) -> list[Any]:
     """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks.
 
-    Args:
-        store: store that all ranks share.
-        key: name of this exchange, used once.
-        rank, size: this process's rank, and the number of processes.
-        value: this rank's value.
-        check: function that raises if waiting has become useless, called during the wait; default: none.
+    A `key` is used once. During the wait `check` raises if it has become useless.
 
     Raises:
         RuntimeError: another rank has not come in time.
@@ -137,11 +132,7 @@ def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, s
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of all processes, or check one.
-
-    Args:
-        num_stages: number of stages, A.
-        mesh: mesh to check; None for a new one, with a rank for every stage if there are enough processes.
+    """Return a mesh of all processes, with a rank for every stage if there are enough; or check the one that is given.
 
     Raises:
         ValueError: the number of processes or the mesh does not fit the stages.
@@ -155,6 +146,7 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"Found {size}; cut the network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start "
                 f"{num_stages}."
             )
+        # 8 processes and 4 stages: 4 ranks of "pp" by 2 of "dp". 3 processes and 4 stages: 3 ranks, one with two stages.
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda":
             choose_gpu(local_gpu())

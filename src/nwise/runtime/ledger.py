@@ -87,15 +87,11 @@ class Expected:
 
 
 class Ledger:
-    """The messages of a channel in their order, and the forms of those that have had a header.
-
-    Attributes:
-        plan: the present plan.
-        steady: whether the present call has the plan and the shapes of the one before it.
-    """
+    """The messages of a channel in their order, and the forms of those that have had a header."""
 
     def __init__(self) -> None:
-        self.plan, self.steady = NOTHING, False
+        self.plan = NOTHING  # the present one
+        self.steady = False  # whether the present call has the plan and the shapes of the one before it
         self._window: Window = ()
         self._call = 0  # the next one
         self._messages: dict[int, list[Expected]] = {}
