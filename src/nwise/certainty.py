@@ -60,6 +60,7 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
     >>> default_confidence(nn.BCEWithLogitsLoss(), 0)
     'label'
     """
+    # A loss takes logits, so it says what they mean: one class of several, or yes and no for each label.
     inner, *_ = unwrapped(loss_fn)
     # A subclass with a forward of its own may take other outputs.
     known = _BY_LOSS.get(type(inner) if isinstance(inner, nn.Module) else inner) if inner.__hash__ else None
@@ -143,6 +144,7 @@ def _refuse_mask(mask: Tensor, positions: Sequence[int], stage: int) -> ValueErr
 
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function has a second parameter without default."""
+    # Does it take one argument? sure(logits) and sure(logits, scale=1.0) do; sure(logits, inputs) raises TypeError.
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError) as error:  # a function of C has no signature, a ValueError

@@ -167,6 +167,7 @@ class EarlyExit(nn.Module):
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
         count = len(self.stages)
+        # One process holds all stages, whatever the pipeline had.
         rules = dict.fromkeys(range(count), self.confidence)
         return answer(self.stages, self.heads, given, self.thresholds, rules, Processes(count), None)
 

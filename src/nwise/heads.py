@@ -221,6 +221,7 @@ def fitting(
     hidden = as_tuple(example, "`example`")
     heads: list[nn.Module] = []
     norm = _infer_norm(stages)
+    # One run of the network: each stage's output is the example of its head and of the next stage.
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
             hidden = run_module(stage, hidden, f"The output of stage {k}")

@@ -65,6 +65,13 @@ class Terms:
         ignores = self._count is None and "ignore_index" in options
         # The weights of classes, their version, and whether one is 0: finding out waits for the device, so once for each value.
         self._weighted: tuple[object, int, bool] = (None, 0, False)
+        # What a loss averages over decides how uneven micro-batches weigh:
+        #
+        #     a method `count`             what it returns
+        #     `ignore_index`               targets that count, by the weights of their classes
+        #     torch's, over elements       all elements of the target
+        #     anything else                samples, with a warning unless the loss is known
+        #
         # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
         assumed = not (self.known or ignores or self._count is not None)
         self._warns_of_ignored = self._warns_of_lengths = assumed

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
-from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
+from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Seeded
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
 from nwise.microbatch import Parts, Results
@@ -53,9 +53,8 @@ _MANY = 100  # steps of a kind after which a change was worth its recording
 class Recording:
     """A recorded step: its graphs, and the memory that they read and write at each replay."""
 
-    #     batch --> inputs                 gradients --> .grad
-    #                     `--> segments --<
-    #     other ranks <--> memory          results, as one tensor `values`
+    #     batch --> inputs ------> [ segments ] ----> gradients --> .grad
+    #     other ranks <--> memory <--^    `---------> results, whose values lie in one tensor
     segments: Sequence[Seeded]
     inputs: Sequence[Tensor]
     memory: Memory
@@ -122,6 +121,7 @@ class Capture:
                 self._stop(str(error))
                 return step.run(Draws(step.seed))
         kind.steps += 1
+        # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
 
@@ -146,7 +146,7 @@ class Capture:
         with self._graphs.beside():
             results = step.run(draws)
         kind.steps, kind.drawing = kind.steps + 1, draws.drawing
-        # A first step may add attributes; what changes again changes in every step.
+        # A first step may add attributes, such as a cache; what changes again in the second one changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
             self._look(step)
             if kind.steps == _EAGER_STEPS:
@@ -158,7 +158,10 @@ class Capture:
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns
         before = [p.grad for p in learns]
-        inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
+        inputs, targets = (
+            [None if x is None else each(x, lambda t: t.detach().clone()) for x in part]
+            for part in (step.parts.inputs, step.parts.targets)
+        )
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
         surroundings = self._look(step)
         draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
@@ -181,7 +184,9 @@ class Capture:
                 raise NotRecordableError(f"changes `{name}` in every step")
         except Exception as error:
             surroundings.restore()
-            raise NotRecordableError(f"{draws.name} {_cause(error)}") from error
+            known = isinstance(error, NotRecordableError)
+            cause = str(error) if known else f"raises {type(error).__name__}: {error}".splitlines()[0]
+            raise NotRecordableError(f"{draws.name} {cause}") from error
         finally:
             torch.clear_autocast_cache()
             for p, gradient in zip(learns, before, strict=True):
@@ -243,7 +248,8 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
         graph.replay([draws.seed_of(*part) for part in parts])
 
     with torch.no_grad():
-        copies(recording.inputs, given)
+        for target, source in zip(recording.inputs, given, strict=True):
+            target.copy_(source, non_blocking=True)
         # The memory of a gradient is the same in each replay, so one that is to be added to is put aside:
         #
         #     .grad before    memory of the graph    after the replay
@@ -304,12 +310,3 @@ def _tensors(parts: Parts) -> list[Tensor | None]:
     for tensors in (*parts.inputs, *parts.targets):
         given += [None] if tensors is None else tensors
     return given
-
-
-def _static(tensors: Tensors | None) -> Tensors | None:
-    return None if tensors is None else each(tensors, lambda x: x.detach().clone())
-
-
-def _cause(error: Exception) -> str:
-    known = isinstance(error, NotRecordableError)
-    return str(error) if known else f"raises {type(error).__name__}: {error}".splitlines()[0]

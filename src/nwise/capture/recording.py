@@ -23,7 +23,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nwise._torch import TorchDispatchMode
 from nwise.randomness import Draws
@@ -127,12 +126,6 @@ def has_drawn(device: torch.device, seed: int) -> bool:
     return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
 
 
-def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others, which a recording reads."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-
-
 class Observed(Draws):
     """Notes which parts draw random numbers on the device: `drawing` has them, and how often, for each segment."""
 
@@ -182,10 +175,10 @@ class Recorded(Draws):
         self._begin_segment()
 
     def _begin_segment(self) -> None:
-        # What draws though it has not drawn before gets a stream that is the same for all. A part that runs twice has two:
+        # What draws though it has not drawn before gets a stream that is the same for all:
         #
         #     drawing    {stage 1 of micro-batch 0: 2, its head: 1}
-        #     streams    0: other    1, 2: stage 1, forward and recomputation    3: head
+        #     streams    0: other    1 and 2: stage 1, which draws twice    3: the head
         drawing = self._drawing[len(self.segments)]
         parts: list[Part] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}

@@ -46,7 +46,7 @@ class Surroundings:
         self.hooks = hooks_of(self.modules)
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._others: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # which the structure compares
-        self._containers: list[tuple[str, Any, list[Any]]] = []
+        self._containers: list[tuple[str, Any, list[Any]]] = []  # by identity, with the items that were in it
         self._tensors: list[tuple[str, Tensor, object]] = []
         known = set(structure.modules)
         for module in self.modules:

@@ -65,6 +65,7 @@ def collect_state(
             memory[key] = name
         return name
 
+    # The state of a parameter goes under its name, so another cut finds it; all else under the process's first stage.
     put_rest = partial(put, f"optimizer.rest.{stage}.")
     states: dict[str, Any] = {}
     others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
@@ -159,6 +160,8 @@ class SavedOptimizer:
         self._counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         self._host = {name for part in parts for name in part["host"]}
         self._one = {name: first for part in parts for first, *others in part.get("same", ()) for name in others}
+        # What belongs to no parameter comes from the process that held this one's first stage: of parts that begin at stages 0
+        # and 2, a process that begins at stage 1 gets that of 0.
         nearest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default={})
         self._rest = nearest and nearest["rest"]
         if self._rest:

@@ -102,7 +102,8 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
     # equal, and the head of the one fits the other.
     last = {k: next(reversed(plain_state(pipe.stages[k])), "") for k in pipe.processes.here}
     ends = pipe.processes.by_stage(last)
-    for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
+    # A stage without parameters ends after the one before it: ["a.weight", "", "b.bias"] -> ["a.weight", "a.weight+", "b.bias"]
+    for k, end in enumerate(ends):
         ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
     return {
         "step": pipe.steps,

@@ -80,6 +80,7 @@ class Chain(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything; see to the buffers that would come out of it with meaningless values."""
+        # From "meta" to a device: parameters come from a file later, these buffers from nowhere.
         if emptied := emptied_buffers(self, fn):
             self.restore_later(emptied)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

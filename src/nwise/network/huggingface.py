@@ -63,6 +63,7 @@ class HuggingFaceStage(Chain):
 
     def restore_later(self, buffers: Sequence[str]) -> None:
         """Compute the buffers from the configuration; the next forward sets them, when the file has been loaded."""
+        # `to_empty` is not over yet, and a file may still be loaded: hence later.
         values = computed_buffers(self.kind, self.config)
         refuse_buffers(name for name in buffers if name not in values)
         self._restored = {name: values[name] for name in buffers}

@@ -36,6 +36,7 @@ class Origin:
         modules = {name: model.get_submodule(name) for name in ("", *places)}
         links = [(name, *name.rpartition(".")[::2]) for name in places]
         self._links = [(name, ref(modules[owner]), key, ref(modules[name])) for name, owner, key in links]
+        # Of every module around a piece: how many children it has, and whether its instance has a forward of its own.
         self._around = [
             (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name]))
             for name in dict.fromkeys(owner for _, owner, _ in links)

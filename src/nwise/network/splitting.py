@@ -190,7 +190,9 @@ def _with_functions(
     pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, nn.Module]:
     """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
-    # A function before a sequence that is cut goes before its first module.
+    # A function before a sequence that is cut goes before its first module: of {"head": f} and pieces head.norm, head.fc
+    #
+    #     ..., before_head, head.norm, head.fc
     inserted: dict[str, dict[str, nn.Module]] = {}
     for owner, function in functions.items():
         inside = [name for name in pieces if f"{name}.".startswith(f"{owner}.")]
@@ -268,7 +270,8 @@ def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Modul
 def _custom(module: nn.Module, *, known: bool) -> str:
     """Return a method that may run the children otherwise, "" for none; with `known`, transformers' forwards may."""
     kind, is_list = type(module), _is_list(module)
-    # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
+    # A list has no forward, so what its own `__iter__` or `items` yields decides; a sequence runs what `__iter__` yields. The
+    # classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
     runs = kind.forward in _RUNS_CHILDREN or is_list or (known and kind.forward.__module__.startswith("transformers."))
     if "forward" in vars(module) or not runs:
         return "forward"

@@ -293,7 +293,7 @@ def _tag(message: Expected) -> int:
 
 @lru_cache(maxsize=1024)
 def _label_tag(label: Label) -> int:
-    return derive(repr(label)) & 0x7FFF_FFFF
+    return derive(repr(label)) & 0x7FFF_FFFF  # a tag has 31 bits
 
 
 def _what(key: Key) -> str:

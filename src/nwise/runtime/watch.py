@@ -178,7 +178,7 @@ class Watchdog:
         if not self._tells and self._report(failure):
             with suppress(RuntimeError):
                 self._error_store.add("reports", 1)
-        # The main thread may be blocked on a rank that has ended.
+        # The main thread raises the error at its next `check`, and ends; or it is blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
 
