@@ -63,6 +63,7 @@ class _Sliced(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, ignored: int, smoothing: float, at_once: int
     ) -> Tensor:
+        # 131,072 tokens and a vocabulary of 50,257 at 2^28 logits: 25 slices of 5,341 tokens.
         counted = target != ignored
         rows = max(1, at_once // len(weight))
         losses, to_hidden, to_weight = [], [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None

@@ -52,9 +52,8 @@ class Terms:
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         self._loss_fn = loss_fn
         inner, _, decorated = unwrapped(loss_fn)
-        self._count = getattr(inner, "count", None)
-        if not callable(self._count):
-            self._count = None
+        count = getattr(inner, "count", None)
+        self._count = count if callable(count) else None
         options = self._options()
         owner = inner if hasattr(inner, "__name__") else type(inner)
         self._name = getattr(owner, "__name__", "a loss")
@@ -90,7 +89,7 @@ class Terms:
 
     def __call__(self, target: Tensors, samples: int) -> float:
         """Count the terms of a micro-batch's target, which has so many samples."""
-        for tensor in target if self._warns_of_ignored and not self._over_elements else ():
+        for tensor in target if self._warns_of_ignored else ():
             self._warn_of_ignored(tensor)
         count = float(self.on_device(target, samples))
         if not 0 <= count < math.inf:

@@ -176,9 +176,9 @@ class SavedOptimizer:
         self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
         # A tensor of a state that is not in its place in the JSON would be lost without a word.
-        for name in self._parameters.keys() & self._states.keys():
-            for entry in sorted(under(layout, f"optimizer.{name}.")):
-                if "." not in entry and (self._parameters[name], entry.rstrip("_")) not in self._placed:
+        for name, p in self._parameters.items():
+            for entry in sorted(under(layout, f"optimizer.{name}.")) if name in self._states else ():
+                if "." not in entry and (p, entry.rstrip("_")) not in self._placed:
                     raise LookupError(f"optimizer.{name}.{entry}")
 
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ class Carrier(Chain):
             needed = self._needed[i]
             known |= _by_name(name, output)
             known = {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
-        # A hidden state that travels alone needs no name, so a plain head fits.
+        # A hidden state that travels alone needs no name, so a plain head fits, and a plain stage may come next.
         return known if len(known) > 1 else known[HIDDEN]
 
     def _first(

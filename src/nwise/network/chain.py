@@ -123,6 +123,7 @@ def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dic
             suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
             raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
     starts = [0, *(names.index(name) for name in at)]
+    # The starts rise unless a name comes twice or too early, or is the first.
     if sorted(set(starts)) != starts:
         raise ValueError(
             "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "

@@ -75,6 +75,7 @@ class CallContext:
         """Return the cosines and sines of the positions, for a kind of attention if the network has one table for each."""
         module = self.shared["rotary_emb"]
         by_kind = "layer_type" in inspect.signature(module.forward).parameters
+        # Gemma 3 has other frequencies for sliding attention; others have one table, whatever the kind.
         key = kind if by_kind else ""
         if key not in self._rotary:
             self._rotary[key] = module(x, self.positions(x), *([kind] if by_kind else []))

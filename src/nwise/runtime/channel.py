@@ -106,6 +106,7 @@ class Sender:
         message = next(self._next, None)
         if message is None or message.key != key:
             raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
+        # `enter` gives the message its form, so its tag, which tells the other end that a header comes first, is taken before.
         form = message.form or self._ledger.form(message)
         tag, header = _tag(message), cast(Tensors, ())
         if form is None:

@@ -141,6 +141,7 @@ class Replicas:
                     f"All replicas of stage {self._stage.index} should have the same trainable parameters and modes. Found "
                     "others on some ranks; freeze parameters and call `train` and `eval` alike in all replicas."
                 )
+            # The layout of `_begin`, read from its end, and then the values from its beginning.
             place, flags = 0, flat[-own - 2 * len(parameters) : -own].view(-1, 2).tolist()
             for parameter, (present, sparse) in zip(parameters, flags, strict=True):
                 size = _local(parameter.detach()).numel()
@@ -155,6 +156,7 @@ class Replicas:
         self._begun.clear()
         if self._sparse:
             self._sum_sparse()
+        # Those of earlier steps, which are summed already. In place where it can be: the caller may hold the tensor.
         for parameter, gradient in self._before:
             if parameter.grad is None or (gradient.layout is parameter.grad.layout is torch.strided):
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

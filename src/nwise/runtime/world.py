@@ -265,6 +265,7 @@ class World(Processes):
             yield
         except RankError:
             raise
+        # All ranks end, but the interrupt stays what it is: it ends this process as the user expects.
         except (KeyboardInterrupt, SystemExit) as error:
             self.watch.failed(error)
             raise

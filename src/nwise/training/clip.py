@@ -99,6 +99,7 @@ class Clip:
         if self._pipe.strategy != self._strategy:
             self._follow(self._pipe.strategy)
         processes, owned = self._pipe.processes, self._owned()
+        # Without shared groups no rank waits for another, so there is no call to announce.
         if self._shared:
             processes.begin("clipping")
         mine = [(stages, group) for stages, group in self._groups if set(stages) & set(processes.here)]

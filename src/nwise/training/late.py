@@ -98,6 +98,7 @@ class MuonWithAdam(torch.optim.Optimizer):
     ) -> None:
         muon, adam = [], []
         known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
+        # A group with half of AdamW's rate has half of Muon's, too.
         for group in groups:
             rate = group.get("lr", lr)
             if hidden := [p for p in group["params"] if p in known]:
