@@ -106,6 +106,18 @@ def _image_embeddings(piece: nn.Module, x: Tensor, context: CallContext) -> Tens
 
 _TEXT = ("input_ids", "attention_mask", "position_ids")
 _CARRIED = ("attention_mask", "position_ids")
+_GPT2 = Family(
+    _TEXT,
+    _CARRIED,
+    {
+        "transformer.wte": run,
+        "transformer.wpe": _add_positions,
+        "transformer.drop": run,
+        "transformer.h.*": _gpt2_block,
+        "transformer.ln_f": run,
+        "lm_head": run,
+    },
+)
 
 
 def _decoder(prefix: str, embedding: str, dropout: str, norm: str) -> Family:
@@ -145,18 +157,7 @@ def _vit(prefix: str, blocks: str = "layers", classify: Call = _call_on_first_to
 
 # Names of the modules in the order of the forward, with how each is called. `*` runs over the blocks.
 FAMILIES: dict[str, Family] = {
-    "GPT2LMHeadModel": Family(
-        _TEXT,
-        _CARRIED,
-        {
-            "transformer.wte": run,
-            "transformer.wpe": _add_positions,
-            "transformer.drop": run,
-            "transformer.h.*": _gpt2_block,
-            "transformer.ln_f": run,
-            "lm_head": run,
-        },
-    ),
+    "GPT2LMHeadModel": _GPT2,
     **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},
     "Gemma3ForCausalLM": replace(_LLAMA, pieces={**_LLAMA.pieces, "model.layers.*": _gemma3_block}),
     "GptOssForCausalLM": replace(

@@ -17,8 +17,10 @@ __all__ = ["CallContext", "Family", "attend", "run", "run_without_mask", "skip"]
 class CallContext:
     """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.
 
-    `given` has the model's inputs that this stage has, by name, and the values that its modules add for later ones; `shared` the
-    stage's copies of modules without weights, by the last part of their names.
+    Args:
+        config: the model's configuration.
+        given: the model's inputs that this stage has, by name, and the values that its modules add for later ones.
+        shared: the stage's copies of modules without weights, by the last part of their names.
     """
 
     def __init__(self, config: Any, given: dict[str, Tensor], shared: Mapping[str, nn.Module]) -> None:
