@@ -122,9 +122,10 @@ class Replicas:
 
     def sum_statistics(self) -> None:
         """Sum what deferred batch norms have collected over the replicas, each of which has a part of the mini-batch."""
-        for _, module in _named(self._stage, nn.Module.named_modules):
-            if isinstance(module, DeferredBatchNorm):
-                module.sum_over(self._group)
+        for part in _parts(self._stage).values():
+            for module in part.modules():
+                if isinstance(module, DeferredBatchNorm):
+                    module.sum_over(self._group)
 
     def finish(self) -> None:
         """Wait for the sums and write them to each parameter's ``.grad``.
@@ -174,10 +175,14 @@ class Replicas:
                 parameter.grad = reduce(torch.add, present).to(parameter.device)
 
 
+def _parts(stage: Stage) -> dict[str, nn.Module]:
+    """Return the main part of a stage and its head, if it has one, by name."""
+    return {"stage": stage.module} | ({} if stage.head is None else {"head": stage.head})
+
+
 def _named(stage: Stage, of: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> list[tuple[str, T]]:
-    """Return the parameters, buffers or modules of the main part of a stage and of its head, with their names."""
-    parts = {"stage": stage.module, "head": stage.head}
-    return [(f"{owner}.{name}", x) for owner, part in parts.items() if part is not None for name, x in of(part)]
+    """Return what the parts of a stage have, such as parameters, by name."""
+    return [(f"{owner}.{name}", x) for owner, part in _parts(stage).items() for name, x in of(part)]
 
 
 def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
@@ -194,9 +199,9 @@ def _flags(stage: Stage) -> list[float]:
     #     replica 0   1 0   0 1            1 0   0 1
     #     replica 1   1 0   0 1            0 1   0 1
     #     sum         2 0   0 2   alike    1 1   0 2   not alike
-    trainable = [p.requires_grad for _, p in _named(stage, nn.Module.named_parameters)]
-    modes = [module.training for _, module in _named(stage, nn.Module.named_modules)]
-    digest = derive(repr((trainable, modes)))
+    parts = _parts(stage).values()
+    trainable = [p.requires_grad for part in parts for p in part.parameters()]
+    digest = derive(repr((trainable, [module.training for part in parts for module in part.modules()])))
     return [float(bit) for i in range(16) for bit in (digest >> i & 1, ~digest >> i & 1)]
 
 
@@ -207,7 +212,8 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
         ValueError: they have other parameters, modes, options or losses, or a mesh splits parameters over the replicas.
     """
     facts = {}
-    parameters, own_buffers = _named(stage, nn.Module.named_parameters), _named(stage, nn.Module.named_buffers)
+    parameters = _named(stage, lambda part: part.named_parameters())
+    own_buffers = _named(stage, lambda part: part.named_buffers())
     for name, p in parameters:
         facts[f"parameter {name}"] = f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
         if is_dtensor(p) and "dp" in (p.device_mesh.mesh_dim_names or ()):
@@ -215,7 +221,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
                 f"Parameters should be whole in every replica. Found {name} of stage {stage.index} split over the mesh's "
                 "dimension 'dp'; split it over 'tp' only."
             )
-    for name, module in _named(stage, nn.Module.named_modules):
+    for name, module in _named(stage, lambda part: part.named_modules()):
         facts[f"mode of {name}"] = "training" if module.training else "evaluation"
         facts[f"options of {name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
     facts["loss"] = _options(stage.loss_fn)
@@ -243,7 +249,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
 
 def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     """Raise ValueError if the replicas of a stage have other parameters: all make the same updates from the same values."""
-    named = [(name, _local(p.detach())) for name, p in _named(stage, nn.Module.named_parameters) if p.numel()]
+    named = [(name, _local(p.detach())) for name, p in _named(stage, lambda part: part.named_parameters()) if p.numel()]
     if not named:
         return
     # One message for all: the sum of each parameter's bits. The largest of the sums and of their negatives, the smallest, agree
@@ -276,7 +282,7 @@ def warn_of_buffers(group: dist.ProcessGroup, stage: Stage) -> bool:
     mine = {}
     # Other buffers, such as tables that grow with the input, may differ.
     saved = {name for name, _ in _named(stage, lambda part: part.state_dict().items())}
-    for name, b in _named(stage, nn.Module.named_buffers):
+    for name, b in _named(stage, lambda part: part.named_buffers()):
         if name in saved and b.layout is torch.strided and not b.is_complex():
             values = b.detach().double().nan_to_num()
             mine[name] = float(values.sum()), float(values.abs().sum())
