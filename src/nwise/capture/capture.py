@@ -107,19 +107,17 @@ class Capture:
                 self._stop(
                     f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
                 )
-                return step.run(Draws(step.seed))
         given = _tensors(step.parts)
-        kind = self._kind(_key(step, given))
-        if kind is None:
-            return step.run(Draws(step.seed))
-        if kind.recording is None and kind.steps < _EAGER_STEPS:
-            return self._eagerly(step, kind)
-        if kind.recording is None:
+        kind = None if self._failed else self._kind(_key(step, given))
+        if kind is not None and kind.recording is None:
+            if kind.steps < _EAGER_STEPS:
+                return self._eagerly(step, kind)
             try:
                 kind.recording = self._record(step, kind)
             except NotRecordableError as error:
                 self._stop(str(error))
-                return step.run(Draws(step.seed))
+        if kind is None or kind.recording is None:
+            return step.run(Draws(step.seed))
         kind.steps += 1
         # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
