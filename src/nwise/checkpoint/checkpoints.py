@@ -203,8 +203,9 @@ class Checkpoints:
 
         Raises:
             ValueError: there are checkpoints, but all of them are damaged, now or earlier.
-            OSError: a checkpoint cannot be read at present; nothing has been changed.
+            OSError: a checkpoint cannot be read at present, or the last one could not be written; nothing has been changed.
         """
+        self.wait()  # the checkpoint on its way is the newest, and its writing has the group
         damaged = sorted(p.name for p in self.folder.glob("step-*.damaged*"))
         names, damaged = self._processes.gather("checkpoints", [self._names(), damaged])[0]  # as rank 0 sees the folder
         problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
@@ -232,6 +233,7 @@ class Checkpoints:
 
     def restore(self, info: CheckpointInfo, *, settings: bool = True) -> Resumed:
         """Load a checkpoint; see `nwise.checkpoint.state.restore`."""
+        self.wait()
         with self._processes.telling():
             parts = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
             return Resumed(info.facts["step"], "; ".join(parts), tuple(parts))
