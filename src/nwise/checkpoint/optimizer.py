@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
-from nwise.checkpoint.weights import under
 from nwise.dtensor import is_dtensor
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
@@ -176,10 +175,11 @@ class SavedOptimizer:
         self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
         # A tensor of a state that is not in its place in the JSON would be lost without a word.
-        for name, p in self._parameters.items():
-            for entry in sorted(under(layout, f"optimizer.{name}.")) if name in self._states else ():
-                if "." not in entry and (p, entry.rstrip("_")) not in self._placed:
-                    raise LookupError(f"optimizer.{name}.{entry}")
+        known = {f"optimizer.{name}": p for name, p in self._parameters.items() if name in self._states}
+        for full in sorted(layout):
+            owner, _, entry = full.rpartition(".")
+            if owner in known and (known[owner], entry.rstrip("_")) not in self._placed:
+                raise LookupError(full)
 
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""

@@ -61,11 +61,11 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
 def made_anew(pipe: Pipeline, state: Mapping[str, Tensor]) -> list[str]:
     """Return the names in a state whose tensors are no memory of a parameter or buffer of this process."""
     losses = [module for k in pipe.processes.here for module in _modules_of(pipe.loss_fns[k]).values()]
-    own = {_memory(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers())}
-    return [name for name, tensor in state.items() if _memory(tensor) not in {None, *own} and tensor.numel()]
+    own = {None, *(_storage(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers()))}
+    return [name for name, tensor in state.items() if _storage(tensor) not in own and tensor.numel()]
 
 
-def _memory(tensor: Tensor) -> int | None:
+def _storage(tensor: Tensor) -> int | None:
     """Return where the memory of a tensor begins; None if its class may have several parts."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
 
