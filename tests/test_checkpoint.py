@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -482,6 +483,20 @@ def test_checkpoint_that_failed_in_the_background_is_written_at_the_end(
     saver.save(wait=True)
     assert saver.unwritten == ""
     assert Checkpoints(tmp_path, pipeline((2, 2), "2-wise")).newest() is not None
+
+
+def test_resume_waits_for_the_checkpoint_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found no checkpoint, or an earlier one, while the newest was written; ranks then shared one group for two exchanges."""
+    write = files.write
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.05)
+        write(*given)
+
+    monkeypatch.setattr(files, "write", slow)
+    checkpoints = Checkpoints(tmp_path, pipeline((2, 2), "2-wise"), asynchronous=True)
+    checkpoints.save()
+    assert checkpoints.resume() == Resumed(0, "")
 
 
 def test_save_facts_not_json_serializable_raises(tmp_path: Path) -> None:

@@ -69,6 +69,10 @@ class Watchdog:
         self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
+        #
+        #     _main           main thread, in collectives of facts and for its own error
+        #     _store          `_live`, which never waits long
+        #     _error_store    `_listen`, which waits for the first error from the start
         self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         names = ", ".join(map(str, stages))
@@ -121,12 +125,11 @@ class Watchdog:
     def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
         """Record an error as the first one, unless another was first, and give the other ranks time to report it.
 
-        Args:
-            what: rest of the sentence that begins with this rank's name.
-            kill: id of a stalled process on this machine, which the launcher would wait for; default: None.
-            store: the calling thread's store; default: the main thread's, which blocks other threads while that thread waits.
+        `what` is the rest of a sentence that begins with this rank's name, and `kill` a stalled process of this machine, which
+        the launcher would wait for. The main thread's store would block another thread while the main thread waits.
         """
         store = store or self._main
+        # `compare_set` writes only where nothing is: of all ranks' errors the first one stays, and all get it back.
         self._tells = True
         failure = f"{self._name.capitalize()} {what}"
         with suppress(RuntimeError):  # the store has ended, and so have all other ranks
@@ -134,7 +137,8 @@ class Watchdog:
         if kill is not None:
             end_stalled(kill)
         first = self._report(failure)
-        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
+        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too: `reports`
+        # counts those that have, this one included, for at most two seconds.
         with suppress(RuntimeError):
             reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
             while reports < self._size and time.monotonic() < deadline:
@@ -174,7 +178,7 @@ class Watchdog:
         if not self._tells and self._report(failure):
             with suppress(RuntimeError):
                 self._error_store.add("reports", 1)
-        # The main thread may be blocked on a rank that has ended.
+        # The main thread raises the error at its next `check`, and ends; or it is blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
 
@@ -228,6 +232,7 @@ class Watchdog:
 
     def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
+        # Only calls of one number are compared: a rank that is behind has not made the others yet.
         for mine, theirs in self._calls.pairs(Collective(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
                 return (
