@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
+from nets import equal
 from nwise.app.recipes import Adam, Sgd
 from nwise.app.training import CheckpointPolicy
 from nwise.app.training.optimizers import make_optimizer as optimizer_of
@@ -36,10 +37,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     (one,) = folder.glob("step-*")
     found = {name: t for file in sorted(one.glob("*.safetensors")) for name, t in load_file(file).items()}
     return {name: t for name, t in found.items() if not name.startswith("random.")}
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def renamed(found: dict[str, Tensor], stages: dict[int, int]) -> dict[str, Tensor]:
