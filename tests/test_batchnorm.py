@@ -34,6 +34,17 @@ def test_micro_batches_with_batchnorm_warn_once() -> None:
         assert len(seen) == 1
 
 
+def test_frozen_batch_norms_do_not_warn() -> None:
+    """Regression: one in evaluation mode inside a stage that trains normalises by its running statistics, and warned."""
+    frozen = stages()
+    frozen[0][1].eval()  # type: ignore[index]
+    nwise.Pipeline(frozen, None, strategy="end-to-end", num_microbatches=2)
+    whole = stages()
+    whole[0].eval()  # as of a network that was loaded, and will be switched
+    with pytest.warns(UserWarning, match="batch norm normalises"):
+        nwise.Pipeline(whole, None, strategy="end-to-end", num_microbatches=2)
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("recompute", [False, True])

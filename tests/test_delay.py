@@ -178,6 +178,33 @@ ORDERS = ["depth-first", "phase", "1f1b", "zb-h1"]
 STRATEGIES = ["local", "2-wise", "3-wise-mean", "end-to-end", "deep-supervision", "rotating-2", "rotating-2-microbatch"]
 
 
+class Quantized(nn.Parameter):
+    """A class of parameters, as libraries of quantized weights have theirs."""
+
+
+class Scaling(nn.Linear):
+    """Asks its weight for its class and an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.weight = Quantized(self.weight.detach())
+        setattr(self.weight, "scale", 0.5)  # noqa: B010 - unknown to the types
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self.weight, "scale", 1.0) * (1 + isinstance(self.weight, Quantized))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("strategy", ["end-to-end-delay-1", "hogwild"])
+def test_late_forwards_find_classes_and_attributes_of_parameters(strategy: str, *, recompute: bool) -> None:
+    """Regression: copies of the parameters were plain tensors, so another branch of the forward ran, silently."""
+    net, (x, y) = [Scaling(), Scaling(), nn.Linear(5, 4)], perceptron(1).draw(6)
+    expected = functional.cross_entropy(nn.Sequential(*net)(x), y)
+    pipe = nwise.Pipeline(net, strategy=strategy, recompute=recompute)
+    torch.testing.assert_close(torch.as_tensor(pipe.step(x, target=y)[-1]), expected.detach())
+
+
 # Every delay with every strategy, and every order with every delay.
 CASES = [
     (delay, strategy, 1 + k % 3, ORDERS[(i + k) % 4])

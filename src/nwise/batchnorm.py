@@ -156,13 +156,16 @@ def _is_scripted(module: nn.Module) -> bool:
 def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: int) -> None:
     """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
 
-    `stacklevel` counts from the caller of this function.
+    One in evaluation mode inside a stage in training mode is frozen. `stacklevel` counts from the caller of this function.
     """
+    stages = [stage for part in module.children() for stage in part.children() if stage.training]
+    frozen = {inner for stage in stages for inner in stage.modules() if not inner.training}
     unregistered = (inner for child in module.children() for inner in held(child).modules if inner.training)
     plain = [
         name
         for name, child in (*module.named_modules(), *((type(inner).__name__, inner) for inner in unregistered))
-        if (isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child)
+        if child not in frozen
+        and ((isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child))
     ]
     if plain and num_microbatches > 1:
         warnings.warn(

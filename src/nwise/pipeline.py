@@ -148,7 +148,7 @@ class Pipeline(Settings):
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
-        self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
+        self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim, always), Hooks()
         self._capture = arguments.capture_of(losses, self.processes, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None

@@ -142,7 +142,7 @@ class Terms:
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
             return
         least = int(labels.min())
-        if least < 0:
+        if least < 0 and not bool((labels.abs() == 1).all()):  # -1 and 1 are the labels of pairs and margins
             self._warns_of_ignored = False
             warnings.warn(
                 f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from nwise.looks import is_due
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.program.arguments import check_target
 from nwise.program.separable import WatchedLoss, check_network, joined
@@ -25,18 +27,29 @@ class Cutter:
         losses: the loss of each stage.
         processes: the processes.
         batch_dim: dimension of the samples, as `Pipeline` takes it.
+        always: whether to look at the losses in every step.
 
     Raises:
         TypeError, ValueError: `batch_dim` is none, or a loss is not a mean.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], losses: Sequence[LossFn], processes: Processes, batch_dim: BatchDim
+        self,
+        stages: Sequence[Stage],
+        losses: Sequence[LossFn],
+        processes: Processes,
+        batch_dim: BatchDim,
+        always: bool,
     ) -> None:
         check_batch_dim(batch_dim)
+        self._always = always
         self._stages, self._processes, self._batch_dim = stages, processes, batch_dim
         self.terms = make_terms(losses)
-        self._seen: set[object] = set()  # the kinds of steps that have been looked at
+        self._seen: set[object] = (
+            set()
+        )  # the numbers of micro-batches and heads with which the network has been compared
+        self._steps: Counter[object] = Counter()  # by kind
+        self._told: set[object] = set()  # the losses that have been warned of, with the numbers of micro-batches
 
     def parts(
         self,
@@ -79,7 +92,7 @@ class Cutter:
             )
 
     def looking(self, parts: Parts, batch: Batch, schedule: Schedule, step: int) -> AbstractContextManager[None]:
-        """Return a context for a step that looks at it if it is the first of its kind.
+        """Return a context for a step that looks at it if it is number 1, 2, 4, 8, ... of its kind, or always if asked.
 
         Args:
             parts: the micro-batches of all replicas.
@@ -90,10 +103,12 @@ class Cutter:
         call = step % len(schedule.flows)
         kind = schedule.digest, call, parts.whole is None
         heads = {k for flow in schedule.flows[call] for k in flow.heads}
-        return nullcontext() if kind in self._seen else self._looking(parts, batch, kind, frozenset(heads))
+        self._steps[kind] += 1
+        looks = self._always or is_due(self._steps[kind])
+        return self._looking(parts, batch, frozenset(heads)) if looks else nullcontext()
 
     @contextmanager
-    def _looking(self, parts: Parts, batch: Batch, kind: object, heads: frozenset[int]) -> Iterator[None]:
+    def _looking(self, parts: Parts, batch: Batch, heads: frozenset[int]) -> Iterator[None]:
         cuts = 0 if parts.whole is None else len(parts.inputs)
         here = [self._stages[k] for k in self._processes.here]
         rest: Sequence[Stage] = ()
@@ -107,7 +122,7 @@ class Cutter:
         losses = [
             WatchedLoss(stage, parts)
             for stage in here
-            if stage.index in heads and not self.terms[stage.index].known and (cuts, stage.index) not in self._seen
+            if stage.index in heads and not self.terms[stage.index].known and (cuts, stage.index) not in self._told
         ]
         try:
             yield
@@ -115,12 +130,11 @@ class Cutter:
             for loss in losses:
                 loss.stage.loss_fn = loss.loss_fn
         with random_states_kept():
-            for loss in losses:
-                loss.compare(batch)
+            self._told |= {(cuts, loss.stage.index) for loss in losses if loss.warns(batch)}
         if rest:
             with self._processes.watched(None), random_states_kept():
                 _check_entered(rest, heads, parts, batch)
-        self._seen |= {kind, (cuts, heads), *((cuts, loss.stage.index) for loss in losses)}
+        self._seen.add((cuts, heads))
 
 
 def _check_entered(stages: Sequence[Stage], heads: frozenset[int], parts: Parts, batch: Batch) -> None:

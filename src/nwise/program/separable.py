@@ -285,13 +285,16 @@ class WatchedLoss:
             )
         return loss
 
-    def compare(self, batch: Batch) -> None:
-        """Warn if the micro-batches' losses do not make the loss of all of them; a loss that raises or draws is not compared."""
+    def warns(self, batch: Batch) -> bool:
+        """Warn if the micro-batches' losses do not make the loss of all of them, and return whether.
+
+        A loss that raises or draws is not compared.
+        """
         k = self.stage.index
         called = [m for j, m in batch.losses if j == k]
         order = sorted(called)
         if self._before is None or len(order) < 2 or len(order) != len(self._outputs):
-            return
+            return False
         losses = torch.stack([batch.losses[k, m].double() for m in order])
         weights = losses.new_tensor([batch.weights[m][k] for m in order])
         apart, size = (losses * weights).sum() / weights.sum(), losses.abs().mean()
@@ -306,17 +309,18 @@ class WatchedLoss:
         try:
             whole = self._of_all(outputs, batch, order, seed=0)
             if not whole.isfinite() or not differs(whole, apart):
-                return
+                return False
             if differs(whole, self._of_all(outputs, batch, order, seed=1)):
-                return  # it draws random numbers
+                return False  # it draws random numbers
         except Exception:  # a loss may not take another size
-            return
+            return False
         warnings.warn(
             f"The loss of stage {k} should be a mean over the samples, or over terms that its method `count(target)` counts. "
             f"Found {float(whole):.6g} for the whole mini-batch and {float(apart):.6g} from {len(order)} micro-batches, so the "
             f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once.",
             stacklevel=outside(),
         )
+        return True
 
     def _of_all(self, outputs: Sequence[Any], batch: Batch, order: Sequence[int], seed: int) -> Tensor:
         """Return the loss of all micro-batches as one."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from nwise._torch import run_backward, versions
@@ -154,8 +154,29 @@ def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what
         )
 
 
+@contextmanager
+def without_side_gradients(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Raise ValueError if the body, one of several walks through a graph, adds to gradients that it should leave.
+
+    Args:
+        leaves: parameters whose ``.grad``, and whose attributes such as ``main_grad``, the walk should leave.
+        what: owner of the graph.
+    """
+    before = [x.grad for x in leaves]
+    held = [*before, *(value for x in leaves for value in vars(x).values() if isinstance(value, Tensor))]
+    counters = versions(held)
+    yield
+    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(held) != counters:
+        raise ValueError(
+            f"{what} should return its gradients to autograd, because this strategy walks its graph more than once. Found a "
+            "backward that adds them itself, to `.grad` or to an attribute such as `main_grad`, as reversible blocks and fused "
+            "accumulation do; pass the parameters to the `torch.autograd.Function` and return their gradients, or use an order "
+            "and strategy with one pass, such as 'end-to-end' with 'gpipe'."
+        )
+
+
 def surplus(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], what: str | None = None
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Tensor], what: str, *, again: bool
 ) -> list[Tensor | None]:
     """Return the gradients that a graph adds even if the cotangent of every root is zero, None where it adds nothing.
 
@@ -166,17 +187,19 @@ def surplus(
         roots: outputs of the graph.
         seeds: gradient of each root in a walk that has been made.
         wanted: leaves of the graph.
-        what: owner of the graph, if it will be walked again; None if not.
+        what: owner of the graph.
+        again: whether it will be walked again.
 
     Raises:
-        ValueError: another walk would give other gradients.
+        ValueError: another walk fails, or would give other gradients.
 
     >>> x = torch.ones(1, requires_grad=True)
-    >>> surplus([2 * x], [torch.ones(1)], [x])
+    >>> surplus([2 * x], [torch.ones(1)], [x], "Stage 0", again=False)
     [None]
     """
 
-    before = [x.grad for x in wanted]
+    # A function may return a part of a workspace, which its next call writes over.
+    before = [x.grad if x.grad is None or isinstance(x, nn.Parameter) else x.grad.clone() for x in wanted]
 
     def walk(seeds: Sequence[Tensor]) -> list[Tensor | None]:
         # Not `torch.autograd.grad`, in which hooks on several leaves, as of `FlopCounterMode`, fail.
@@ -187,11 +210,18 @@ def surplus(
             with torch.autograd.set_detect_anomaly(False), seeded(0, seeds[0].device):
                 add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             return [x.grad for x in wanted]
+        except Exception as error:
+            raise ValueError(
+                f"{what} should have a backward that can run more than once, because nwise runs it with zeros to see whether it "
+                f"adds a gradient. Found that it cannot ({type(error).__name__}: {error}); let the backward of its "
+                "`torch.autograd.Function` leave what its forward kept as it is, or use one micro-batch and the strategy "
+                "'end-to-end'."
+            ) from error
         finally:
             for x, gradient in zip(wanted, before, strict=True):
                 x.grad = gradient
 
-    if what is not None:
+    if again:
         for first, second in zip(walk(seeds), walk(seeds), strict=True):
             if first is not None and second is not None and not _close(first, second):
                 raise ValueError(

@@ -36,9 +36,16 @@ from nwise._torch import has_custom, has_foreign, versions
 from nwise.held import tensors_in, values_in, with_values
 from nwise.looks import is_due
 from nwise.microbatch import Batch
-from nwise.stage.graph import add_gradients, check_leaves, nodes_of, surplus, without_backward
+from nwise.stage.graph import (
+    add_gradients,
+    check_leaves,
+    nodes_of,
+    surplus,
+    without_backward,
+    without_side_gradients,
+)
 from nwise.stage.hooks import noted, resting, watched
-from nwise.stage.tape import Look, Tape
+from nwise.stage.tape import Cotangents, Look, Tape
 
 
 @dataclass(slots=True)
@@ -147,7 +154,7 @@ class Guard:
             self.graphs, self.writes = 0, True  # the next graph is looked through
 
     def _watch(self, hooks: list[dict[int, Any]], complete: bool, look: Look) -> None:
-        look.hooks, look.hooked = hooks, bool(hooks) or not complete
+        look.hooks, look.hooked, look.num_hooks = hooks, bool(hooks) or not complete, sum(map(len, hooks))
         if not complete:
             look.moved.append(None)
 
@@ -187,9 +194,12 @@ class Guard:
             ValueError: hooks of hidden tensors add to gradients, or another walk would give other ones.
         """
         only, look.walked = not again and not look.walked, True
+        self._refuse_removals(look)
         if not look.suspect or (only and tape.share == 1):  # what a graph adds counts as it is
             checks = look.hooked and tape.share != 1
             add_gradients(roots, seeds, wanted, retain_graph=again or checks)
+            if again:
+                self._refuse_removals(look)
             if checks:
                 self.refuse_hooks(roots, seeds, leaves, look, tape)
             return
@@ -197,13 +207,29 @@ class Guard:
         with resting(leaves):  # a sum over replicas has to wait for the correction
             states = tensors_in(*self.owners)
             before = versions(states)
-            add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+            others = [] if only else [x for x in leaves if x not in now]
+            with without_side_gradients(others, self._owner):
+                add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
+            if again:
+                self._refuse_removals(look)
             moved = [x for x, old, new in zip(states, before, versions(states), strict=True) if old != new]
-            extra = self._extra(roots, seeds, leaves, look, tape, moved, self._owner if again else None)
+            extra = self._extra(roots, seeds, leaves, look, tape, moved, again=again)
         for tensor, added in zip(leaves, extra, strict=True):
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - share))
         self._adds = bool(self._adds) or any(added is not None for added in extra)
+
+    def apart(self, gradients: Cotangents) -> Cotangents:
+        """Return gradients that no function of the user's writes over, as one does that returns a part of a workspace."""
+        return tuple(g if g is None else g.clone() for g in gradients) if self._foreign else gradients
+
+    def _refuse_removals(self, look: Look) -> None:
+        """Raise ValueError if a graph that is to be walked has fewer hooks than after its forward."""
+        if sum(map(len, look.hooks)) < look.num_hooks:
+            raise ValueError(
+                f"{self._owner} should keep the hooks of its hidden tensors until the last walk back through their graph. Found "
+                "one that is gone, as deep equilibrium models remove theirs in the backward; leave it, as it goes with the graph."
+            )
 
     def refuse_hooks(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], look: Look, tape: Tape
@@ -229,14 +255,15 @@ class Guard:
         look: Look,
         tape: Tape,
         states: Sequence[Tensor] = (),
-        what: str | None = None,
+        *,
+        again: bool = False,
     ) -> list[Tensor | None]:
         """Return what `surplus` finds, without the hooks that only look on, and restore the states of a backward."""
         kept = [x.clone() for x in states]
         share, tape.share = tape.share, 0.0  # `nwise.inject` has counted already
         try:
             with resting((), () if look.moved else look.hooks), with_values(values_in(*self.owners)):
-                return surplus(roots, seeds, leaves, what)
+                return surplus(roots, seeds, leaves, self._owner, again=again)
         finally:
             tape.share = share
             with torch.no_grad():

@@ -272,7 +272,7 @@ class Stage:
             guard.graphs += 1
             guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
         # A micro-batch without terms gives zeros, so its auxiliary losses count; the gradient of its mean would be nan.
-        tape.own = tuple(x.grad if counts or not x.requires_grad else torch.zeros_like(x) for x in leaves)
+        tape.own = guard.apart(tuple(x.grad if counts or not x.requires_grad else torch.zeros_like(x) for x in leaves))
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
@@ -346,7 +346,7 @@ class Stage:
 
     def _take(self, tape: Tape, again: bool) -> Cotangents:
         """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""
-        gradients = tuple(x.grad for x in tape.inputs)
+        gradients = self._guard.apart(tuple(x.grad for x in tape.inputs))
         for x in tape.inputs:
             x.grad = None
         if self.index == 0:

@@ -31,6 +31,7 @@ class Look:
         suspect: whether it may add gradients that do not come from its outputs, so its walks have to look.
         hooked: whether it has hooks of hidden tensors, which may do so.
         hooks: their dictionaries.
+        num_hooks: how many there were after the forward.
         moved: what has changed a gradient: hooks, or None for one that cannot be watched.
         walked: whether it has been walked.
     """
@@ -39,6 +40,7 @@ class Look:
     suspect: bool = False
     hooked: bool = False
     hooks: Sequence[dict[int, Any]] = ()
+    num_hooks: int = 0
     moved: list[object] = field(default_factory=list)
     walked: bool = False
 

@@ -230,8 +230,11 @@ def _copy(parameter: Tensor) -> Tensor:
 
 
 def _learning_like(parameter: Tensor, copy: Tensor) -> Tensor:
-    """Return a copy that gets gradients as its parameter does."""
+    """Return a copy that gets gradients as its parameter does, and has its class and attributes, which a forward may read."""
     copy.requires_grad_(parameter.requires_grad)
+    if type(copy) is Tensor and type(parameter) is not nn.Parameter:
+        copy.__class__ = type(parameter)
+    vars(copy).update(vars(parameter))
     if copy.requires_grad and getattr(parameter, "grad_dtype", copy.dtype) != copy.dtype:
         copy.grad_dtype = parameter.grad_dtype
     return copy
