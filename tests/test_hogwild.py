@@ -423,7 +423,7 @@ def backward_of(module: nn.Module, change: Any, kind: type[InMemory] = InMemory)
     """Return the gradient of the input after a change between forward and backward, with the weights in memory."""
     versions = kind(module, "stage 0")
     x = torch.ones(1, 2, requires_grad=True)
-    with versions.computing({}, checked=True):
+    with versions.computing(checked=True):
         y = module(x)
     change(y)
     with versions.passing():
