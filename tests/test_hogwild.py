@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nwise
-from nets import perceptron
+from nets import Tally, perceptron
 from nwise.flow import flows_for
 from nwise.reference import Call, in_memory_grads
 from nwise.schedule import PAPER, TRANSFORMER, Costs, best
@@ -306,10 +306,10 @@ class Counted(nn.Dropout):
 
     def __init__(self, p: float) -> None:
         super().__init__(p)
-        self.runs: list[None] = []  # a number would be restored
+        self.runs = Tally()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs.append(None)
+        self.runs.count += 1
         return super().forward(x)
 
 
@@ -338,7 +338,7 @@ def test_a_second_forward_makes_the_activations_of_the_first() -> None:
             optimizer.step()
             optimizer.zero_grad()
         found.append([*sums, *pipe.buffers(), *pipe.parameters()])
-        runs.append([len(module.runs) for module in pipe.modules() if isinstance(module, Counted)])
+        runs.append([module.runs.count for module in pipe.modules() if isinstance(module, Counted)])
     assert runs == [[9, 9, 9], [18, 18, 9]]  # the passes of the last stage follow its forward
     assert len(found[0]) > 150
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
