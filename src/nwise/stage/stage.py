@@ -121,7 +121,7 @@ class Stage:
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
             versions = late(self.module, self._name)
         passes = schedule.passes[minibatch]
-        return [Tape(flow, batch, m, passes[k, m], copy(versions)) for m, flow in enumerate(flows)]
+        return [Tape(flow, batch, m, passes[k, m], versions and copy(versions)) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.

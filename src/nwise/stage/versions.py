@@ -115,8 +115,8 @@ class Stashed(Versions):
     @contextmanager
     def passing(self) -> Iterator[None]:
         # A part that runs again must find the old versions, too.
-        state = nullcontext() if self._state is None else self._state.restored()
-        with holding(self._module, self._parameters, self._name), state:
+        reruns = nullcontext() if self._state is None else _finding(self._state)
+        with holding(self._module, self._parameters, self._name), reruns:
             yield
 
 
@@ -215,6 +215,28 @@ class _Saved(NamedTuple):
     tensor: Tensor
     found: tuple[Tensor, Tensor] | None
     number: int
+
+
+@contextmanager
+def _finding(state: State) -> Iterator[None]:
+    """Let a module's parts that run again in the body, under hooks on saved tensors, find a state; hooks of gradients do not."""
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    inside: list[AbstractContextManager[object]] = []
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        inside.append(nullcontext() if inside else state.restored())
+        inside[-1].__enter__()
+        enter(hooks)
+
+    def left(hooks: saved_tensors_hooks, *error: object) -> None:
+        leave(hooks, *error)
+        inside.pop().__exit__(None, None, None)
+
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _by_memory(used: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
