@@ -61,8 +61,8 @@ class Habits:
 
     def after_step(self) -> None:
         """Note the gradients that a step or nwise's own clipping leaves."""
-        if self._processes.size > 1 and not self._hooked:
-            self._hooked, update = True, weakref.WeakMethod(self._at_update)
+        if self._processes.size > 1 and self._tried is None:
+            self._tried, update = weakref.WeakSet(), weakref.WeakMethod(self._at_update)
             hook = register_optimizer_step_pre_hook(lambda *arguments: _call(update, *arguments))
             weakref.finalize(self, hook.remove)
         if not self._looks:
@@ -75,7 +75,7 @@ class Habits:
 
     def _at_update(self, optimizer: Optimizer, args: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Note the factor and the rate, just before an update; before the first one, try the optimizer."""
-        if optimizer not in self._tried:
+        if self._tried is not None and optimizer not in self._tried:
             self._tried.add(optimizer)
             self._try(optimizer, closure=len(args) > 1 or "closure" in named)
         if self._gradient is None:
@@ -164,7 +164,7 @@ class Habits:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without the tensors of a comparison and the hook."""
-        return {**self.__dict__, "_versions": {}, "_gradient": None, "_hooked": False, "_tried": weakref.WeakSet()}
+        return {**self.__dict__, "_versions": {}, "_gradient": None, "_tried": None}
 
 
 def _held() -> set[Tensor]:
