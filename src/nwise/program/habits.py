@@ -49,10 +49,9 @@ class Habits:
         self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
         self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
         self._gradient: tuple[Tensor, Tensor, Tensor] | None = None  # a parameter, its gradient, and some of its values
-        self._hooked = False  # whether updates call `_at_update`
-        self._tried: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # optimizers of which is known whether they mix parameters
+        self._tried: weakref.WeakSet[Optimizer] | None = (
+            None  # those that have called `_at_update`; None before its hook
+        )
         self._factor: float | None = None  # by which the gradient had been scaled at the last update
         self._rate = self._first_rate = 0.0  # of the parameter
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
@@ -88,12 +87,9 @@ class Habits:
 
     def _try(self, optimizer: Optimizer, *, closure: bool) -> None:
         """Warn of an optimizer that mixes parameters, of which this process has a part."""
-        updated = {p for group in optimizer.param_groups for p in group["params"]}
-        if (
-            self._processes.num_ranks > 1
-            and updated.intersection(learning(self.stages))
-            and mixes(optimizer, closure=closure)
-        ):
+        updates = {p for group in optimizer.param_groups for p in group["params"]}
+        apart = self._processes.num_ranks > 1 and updates.intersection(learning(self.stages))
+        if apart and mixes(optimizer, closure=closure):
             warnings.warn(
                 "An optimizer should update each parameter by its own gradient alone under several processes, because each "
                 f"process has the parameters of its stages only. Found {type(optimizer).__name__}, whose updates depend on the "
