@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -89,8 +90,9 @@ def held(*roots: nn.Module) -> Held:
 
     for part in modules:  # grows
         holders.append(part)
-        for name, value in vars(part).items():
-            if name not in OF_TORCH and type(value) not in _LEAVES:
+        own = _content(part).values()
+        if not _LEAVES.issuperset(map(type, own)):
+            for value in own:
                 visit(value, _DEPTH)
     return Held(modules[registered:], list(generators), holders)
 
@@ -108,10 +110,9 @@ def values_in(*modules: nn.Module) -> Values:
     """
     found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
     for holder in held(*modules).holders:
-        inside = vars(holder) if isinstance(holder, nn.Module) else holder
-        if isinstance(inside, dict):
-            plain = {name: x for name, x in inside.items() if type(x) in _LEAVES and name not in OF_TORCH}
-            found += [(inside, plain)] if plain else []
+        content = _content(holder)
+        if isinstance(content, dict) and (plain := {name: x for name, x in content.items() if type(x) in _LEAVES}):
+            found.append((vars(holder) if isinstance(holder, nn.Module) else holder, plain))
     return found
 
 
@@ -169,44 +170,40 @@ class State:
         copies: dict[int, Any] = {}
         present = [(holder, _content(holder)) for holder, _ in self._contents]
         try:
-            for holder, content in self._contents:
-                _fill(holder, _copied(content, copies))
+            for (holder, now), (_, then) in zip(present, self._contents, strict=True):
+                _fill(holder, now, _copied(then, copies))
             yield [x for x in copies.values() if isinstance(x, Tensor)]
         finally:
-            for holder, content in present:
-                _fill(holder, content)
+            for holder, before in present:
+                _fill(holder, _content(holder), before)
 
 
 def _content(holder: Any) -> Any:
     if isinstance(holder, nn.Module):
-        return {name: value for name, value in vars(holder).items() if name not in OF_TORCH}
+        attributes = vars(holder)
+        return {name: attributes[name] for name in filterfalse(OF_TORCH.__contains__, attributes)}
     return dict(holder) if isinstance(holder, dict) else list(holder)
 
 
 def _copied(content: Any, copies: dict[int, Any]) -> Any:
     """Return a content with copies of its tensors and arrays, one of each; those with a gradient belong to a graph and stay."""
-
-    def copied(value: Any) -> Any:
+    values = content.values() if isinstance(content, dict) else content
+    if _LEAVES.issuperset(map(type, values)):
+        return content
+    for value in values:
         if id(value) not in copies:
             if isinstance(value, Tensor) and not (value.requires_grad or isinstance(value, nn.Parameter)):
                 copies[id(value)] = value.clone()
             elif isinstance(value, np.ndarray):
                 copies[id(value)] = value.copy()
-        return copies.get(id(value), value)
-
-    if isinstance(content, dict):
-        return {name: copied(value) for name, value in content.items()}
-    return list(map(copied, content))
+    copied = [copies.get(id(value), value) for value in values]
+    return dict(zip(content, copied, strict=True)) if isinstance(content, dict) else copied
 
 
-def _fill(holder: Any, content: Any) -> None:
-    """Let a holder have a content."""
-    now = _content(holder)
-    if isinstance(now, dict):
-        same = now.keys() == content.keys() and all(map(is_, map(now.get, content), content.values()))
-    else:
-        same = len(now) == len(content) and all(map(is_, now, content))
-    if same:
+def _fill(holder: Any, now: Any, content: Any) -> None:
+    """Replace the present content of a holder by another one."""
+    same = len(now) == len(content) and all(map(is_, now, content))
+    if same and (not isinstance(now, dict) or all(map(is_, now.values(), content.values()))):
         return
     if isinstance(holder, nn.Module):
         for name in now.keys() - content.keys():
