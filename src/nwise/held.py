@@ -38,12 +38,13 @@ class Held(NamedTuple):
     Args:
         modules: modules that are not registered, and all modules inside them.
         generators: random generators, without those that have no state.
-        holders: what holds values: all modules, and in their attributes dictionaries, lists, sets, and attributes of objects.
+        contents: what holds values, each with those that it has now: all modules, for their attributes, and in these
+            dictionaries, lists, sets and attributes of objects.
     """
 
     modules: list[nn.Module]
     generators: list[Any]
-    holders: list[Any]
+    contents: list[tuple[Any, Any]]
 
 
 def held(*roots: nn.Module) -> Held:
@@ -57,7 +58,7 @@ def held(*roots: nn.Module) -> Held:
     modules = list(dict.fromkeys(inner for root in roots for inner in root.modules()))
     registered, known = len(modules), set(modules)
     generators: dict[Any, None] = {}
-    holders: list[Any] = []
+    contents: list[tuple[Any, Any]] = []
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
@@ -82,19 +83,18 @@ def held(*roots: nn.Module) -> Held:
             return
         seen.add(id(container))
         if state and isinstance(container, _MUTABLE):
-            holders.append(container)
+            contents.append((container, _content(container)))
         items = container.values() if isinstance(container, dict) else container
         if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
             for item in items:
                 visit(item, depth)
 
     for part in modules:  # grows
-        holders.append(part)
-        own = _content(part).values()
-        if not _LEAVES.issuperset(map(type, own)):
-            for value in own:
+        contents.append((part, own := _content(part)))
+        if not _LEAVES.issuperset(map(type, own.values())):
+            for value in own.values():
                 visit(value, _DEPTH)
-    return Held(modules[registered:], list(generators), holders)
+    return Held(modules[registered:], list(generators), contents)
 
 
 Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
@@ -109,8 +109,7 @@ def values_in(*modules: nn.Module) -> Values:
     {'training': True, 'p': 0.5, 'inplace': False}
     """
     found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
-    for holder in held(*modules).holders:
-        content = _content(holder)
+    for holder, content in held(*modules).contents:
         if isinstance(content, dict) and (plain := {name: x for name, x in content.items() if type(x) in _LEAVES}):
             found.append((vars(holder) if isinstance(holder, nn.Module) else holder, plain))
     return found
@@ -158,11 +157,13 @@ class State:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _, self.generators, holders = held(module)
-        buffers = [part._buffers for part in holders if isinstance(part, nn.Module)]
-        holders += [store for store in buffers if store and isinstance(store, dict)]  # TorchScript has none
+        _, self.generators, contents = held(module)
+        buffers = [holder._buffers for holder, _ in contents if isinstance(holder, nn.Module)]
+        contents += [
+            (store, dict(store)) for store in buffers if store and isinstance(store, dict)
+        ]  # not of TorchScript
         copies: dict[int, Any] = {}
-        self._contents = [(holder, _copied(_content(holder), copies)) for holder in holders]
+        self._contents = [(holder, _copied(content, copies)) for holder, content in contents]
 
     @contextmanager
     def restored(self) -> Iterator[list[Tensor]]:
@@ -194,7 +195,7 @@ def _copied(content: Any, copies: dict[int, Any]) -> Any:
         if id(value) not in copies:
             if isinstance(value, Tensor) and not (value.requires_grad or isinstance(value, nn.Parameter)):
                 copies[id(value)] = value.clone()
-            elif isinstance(value, np.ndarray):
+            elif type(value) is np.ndarray:  # no memory map
                 copies[id(value)] = value.copy()
     copied = [copies.get(id(value), value) for value in values]
     return dict(zip(content, copied, strict=True)) if isinstance(content, dict) else copied
