@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -810,7 +811,7 @@ class Moody(nn.Module):
     def __init__(self, draw: Callable[[Moody], bool]) -> None:
         super().__init__()
         self.layer, self.draw, self.number = nn.Linear(WIDTH, WIDTH), draw, 0
-        self.calls, self.list = Tally(), list[None]()
+        self.calls, self.list, self.set, self.deque = Tally(), list[None](), set[int](), deque([0], maxlen=1)
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
         self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
         self.system = random.SystemRandom()  # has no state
@@ -821,6 +822,8 @@ class Moody(nn.Module):
         self.number += 1
         self.calls.count += 1
         self.list.append(None)
+        self.set.add(len(self.set))
+        self.deque.append(self.deque[0] + 1)
         return x + self.layer(x).tanh() if self.draw(self) else x + 0 * self.layer(x)
 
 
@@ -836,6 +839,8 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "a generator in a tuple in a dictionary": lambda m: m.nested["tuple"][0].random() < 0.5,
     "a number": lambda m: m.number % 3 == 0,
     "a list": lambda m: len(m.list) % 3 == 0,
+    "a set": lambda m: len(m.set) % 3 == 0,
+    "a deque": lambda m: m.deque[0] % 3 == 0,
     "a generator of a plain object": lambda m: bool(torch.rand((), generator=m.plain.own) < 0.5),
 }
 
