@@ -45,14 +45,17 @@ def mixes(optimizer: Optimizer, *, closure: bool = False) -> bool:
     kind = type(optimizer)
     if (kind.__module__.startswith("torch.optim.") and kind is not LBFGS) or hasattr(kind, "__del__"):
         return False  # torch's own take every tensor alone; the end of a copy may end something of the original's
-    for fresh in (True, False):
-        try:
-            first, second = (_updates(_stand_in(optimizer, fresh), factors, closure) for factors in (_ALIKE, _APART))
-        except (
-            Exception
-        ):  # it has made its state before, needs more than gradients, or the processes exchange something
-            continue
-        return not all(map(_close, first, second))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for fresh in (True, False):
+            try:
+                first, second = (
+                    _updates(_stand_in(optimizer, fresh), factors, closure) for factors in (_ALIKE, _APART)
+                )
+            except Exception:
+                # It has made its state before, needs more than gradients, or exchanges something between processes.
+                continue
+            return not all(map(_close, first, second))
     return False
 
 
@@ -60,11 +63,9 @@ def _updates(twin: Optimizer, factors: Sequence[float], closure: bool) -> list[T
     """Return what steps with these factors of every second gradient add to the other parameters."""
     parameters = [p for group in twin.param_groups for p in group["params"] if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
-    devices = {p.device.type: p.device for p in parameters}
     step: Any = type(twin).step
     step = getattr(step, "__wrapped__", step)  # without the hooks of all optimizers
-    with random_states_kept(), preserved(devices.get("cuda")), warnings.catch_warnings(), _Alone():  # type: ignore[no-untyped-call]
-        warnings.simplefilter("ignore")
+    with random_states_kept(), preserved(), _Alone():  # type: ignore[no-untyped-call]
         for number, factor in enumerate(factors):
 
             def fill(number: int = number, factor: float = factor) -> Tensor:
@@ -76,7 +77,7 @@ def _updates(twin: Optimizer, factors: Sequence[float], closure: bool) -> list[T
 
             fill()
             step(twin, fill) if closure else step(twin)
-    return [(p.detach() - old) for p, old in zip(parameters, before, strict=True)][::2]
+    return [p.detach() - old for p, old in zip(parameters, before, strict=True)][::2]
 
 
 def _stand_in(optimizer: Optimizer, fresh: bool) -> Optimizer:
@@ -94,6 +95,9 @@ def _stand_in(optimizer: Optimizer, fresh: bool) -> Optimizer:
     for group in twin.param_groups:
         if "lr" in group and not group["lr"]:  # before a warm-up
             group["lr"] = 1e-3
+    parameters = [p for group in twin.param_groups for p in group["params"]]
+    if len(parameters) == 1:
+        twin.param_groups[0]["params"].append(copy.deepcopy(parameters[0]))
     return twin
 
 
