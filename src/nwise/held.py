@@ -55,46 +55,49 @@ def held(*roots: nn.Module) -> Held:
     >>> [type(module).__name__ for module in held(layer).modules]
     ['BatchNorm1d']
     """
-    modules = list(dict.fromkeys(inner for root in roots for inner in root.modules()))
-    registered, known = len(modules), set(modules)
-    generators: dict[Any, None] = {}
-    contents: list[tuple[Any, Any]] = []
-    seen: set[int] = set()
+    search = _Search(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
+    registered = len(search.modules)
+    for part in search.modules:  # grows
+        search.contents.append((part, own := _content(part)))
+        if not _LEAVES.issuperset(map(type, own.values())):
+            for value in own.values():
+                search.visit(value, _DEPTH)
+    return Held(search.modules[registered:], list(search.generators), search.contents)
 
-    def visit(value: Any, depth: int) -> None:
+
+class _Search:  # not closures that call each other, which would keep what they have found until the garbage collector runs
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules, self._known = modules, set(modules)
+        self.generators: dict[Any, None] = {}
+        self.contents: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any, depth: int) -> None:
+        """Note what a value is or holds, in containers that are inside one another at most this deep."""
         if isinstance(value, nn.Module):
-            new = [inner for inner in value.modules() if inner not in known]
-            known.update(new)
-            modules.extend(new)
+            new = [inner for inner in value.modules() if inner not in self._known]
+            self._known.update(new)
+            self.modules += new
         elif isinstance(value, _GENERATORS):
             if not isinstance(value, random.SystemRandom):
-                generators[value] = None
+                self.generators[value] = None
         elif isinstance(value, _CONTAINERS):
-            look_into(value, depth - 1)
-        elif (
-            depth > 1
-            and not isinstance(value, _CLOSED)
-            and isinstance(inside := getattr(value, "__dict__", None), dict)
-        ):
-            look_into(inside, 1, state=type(value).__module__.partition(".")[0] not in ("nwise", "torch"))
+            self._look_into(value, depth - 1)
+        elif depth > 1 and not isinstance(value, _CLOSED):
+            inside = getattr(value, "__dict__", None)
+            if isinstance(inside, dict):
+                self._look_into(inside, 1, state=type(value).__module__.partition(".")[0] not in ("nwise", "torch"))
 
-    def look_into(container: Any, depth: int, *, state: bool = True) -> None:
-        if depth < 0 or id(container) in seen:
+    def _look_into(self, container: Any, depth: int, *, state: bool = True) -> None:
+        if depth < 0 or id(container) in self._seen:
             return
-        seen.add(id(container))
+        self._seen.add(id(container))
         if state and isinstance(container, _MUTABLE):
-            contents.append((container, _content(container)))
+            self.contents.append((container, _content(container)))
         items = container.values() if isinstance(container, dict) else container
         if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
             for item in items:
-                visit(item, depth)
-
-    for part in modules:  # grows
-        contents.append((part, own := _content(part)))
-        if not _LEAVES.issuperset(map(type, own.values())):
-            for value in own.values():
-                visit(value, _DEPTH)
-    return Held(modules[registered:], list(generators), contents)
+                self.visit(item, depth)
 
 
 Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
