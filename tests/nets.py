@@ -235,6 +235,18 @@ def train(pipe: nwise.Pipeline, steps: int) -> list[list[int]]:
     return ages
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether two states are equal in type, dtype, memory order and every bit."""
+    if isinstance(a, Tensor):
+        same = isinstance(b, Tensor) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        return bool(same and torch.equal(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
 class InPlace(torch.autograd.Function):
     """Scales by a weight; the gradient of the input is stored over that of the output, as fused kernels do."""
 

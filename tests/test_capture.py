@@ -21,6 +21,7 @@ from nwise.app.recipes import ConvNet, recipe
 from nwise.app.training import Trainer
 from nwise.capture import capture
 from nwise.flow import flows_for
+from nwise.program.arguments import capture_of
 from nwise.runtime.ledger import same as same_specs
 from nwise.runtime.messages import messages_of
 from nwise.runtime.processes import Processes
@@ -286,7 +287,7 @@ def test_what_cannot_be_captured_runs_eagerly(stage: nn.Module, cause: str) -> N
 def test_replicas_are_refused() -> None:
     processes = cast(Processes, SimpleNamespace(size=4, num_ranks=2))
     with pytest.raises(ValueError, match="whole stages without replicas.* Found 4 processes for 2 ranks; start 2"):
-        capture.capture_of([], processes, None, always=False)
+        capture_of([], processes, None, always=False)
 
 
 def test_segments_by_hand() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
+from nets import equal
 from nwise.app.recipes import Adam, Sgd
 from nwise.app.training import CheckpointPolicy
 from nwise.app.training.optimizers import make_optimizer as optimizer_of
@@ -35,10 +37,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     (one,) = folder.glob("step-*")
     found = {name: t for file in sorted(one.glob("*.safetensors")) for name, t in load_file(file).items()}
     return {name: t for name, t in found.items() if not name.startswith("random.")}
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def renamed(found: dict[str, Tensor], stages: dict[int, int]) -> dict[str, Tensor]:
@@ -482,6 +480,20 @@ def test_checkpoint_that_failed_in_the_background_is_written_at_the_end(
     saver.save(wait=True)
     assert saver.unwritten == ""
     assert Checkpoints(tmp_path, pipeline((2, 2), "2-wise")).newest() is not None
+
+
+def test_resume_waits_for_the_checkpoint_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found no checkpoint, or an earlier one, while the newest was written; ranks then shared one group for two exchanges."""
+    write = files.write
+
+    def slow(*given: Any) -> None:
+        time.sleep(0.05)
+        write(*given)
+
+    monkeypatch.setattr(files, "write", slow)
+    checkpoints = Checkpoints(tmp_path, pipeline((2, 2), "2-wise"), asynchronous=True)
+    checkpoints.save()
+    assert checkpoints.resume() == Resumed(0, "")
 
 
 def test_save_facts_not_json_serializable_raises(tmp_path: Path) -> None:

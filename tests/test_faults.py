@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import elastic, forked, results, signal_when
+from nets import equal
 from nwise.app.cli import run as command
 from nwise.app.recipes import Mlp, Recipe, Sgd, recipe
 from nwise.app.report.display import PlainDisplay
@@ -43,10 +44,6 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def parameters(trainer: Trainer) -> list[Tensor]:
     return [p.detach().clone() for p in trainer.pipe.parameters()]
-
-
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 class Stops(Callback):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nwise
+from nets import equal
 from nwise.app.recipes import Adam
 from nwise.app.training import make_optimizer
 from nwise.checkpoint import Checkpoints
@@ -77,10 +78,6 @@ def saved(
     return pipe
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 MODES: dict[str, Callable[[nwise.Pipeline], AbstractContextManager[Any]]] = {
     "train": lambda pipe: nullcontext(),
     "eval": evaluating,
@@ -108,7 +105,7 @@ def test_save_does_not_depend_on_modes_around_it(mode: str, *, recompute: bool) 
 
         return train(pipe, sgd(pipe), range(6), clipped_save)
 
-    assert same(run(None), run(MODES[mode]))
+    assert equal(run(None), run(MODES[mode]))
 
 
 class Block(nn.Module):
@@ -174,7 +171,7 @@ def test_resume_undoes_gradients_and_optimizer_state(tmp_path: Path) -> None:
     expected = train(pipe, optimizer, range(3))
     pipe.step(batch(0)[0] * 100, target=batch(0)[1])
     assert checkpoints.resume() is not None
-    assert same(train(pipe, optimizer, range(3)), expected)
+    assert equal(train(pipe, optimizer, range(3)), expected)
 
 
 def test_adagrad_resumes(tmp_path: Path) -> None:
@@ -234,7 +231,7 @@ def test_resume_at_a_switch_drops_as_the_run_did(tmp_path: Path) -> None:
     assert resumed is not None
     changed = "strategy 2-wise-delay-1 -> end-to-end-delay-1"
     assert resumed.changes == f"{changed}; dropped the late gradients of 1 mini-batch"
-    assert same(train(again, sgd(again), range(3, 6)), expected)
+    assert equal(train(again, sgd(again), range(3, 6)), expected)
 
 
 def test_strategy_set_after_resume_drops_with_a_warning(tmp_path: Path) -> None:
@@ -403,7 +400,7 @@ def test_checkpoints_keep_the_errors_of_compression(tmp_path: Path) -> None:
         pipe = net("end-to-end", compress="top-30%")
         checkpoints = Checkpoints(tmp_path / str(every), pipe)
         states.append(train(pipe, sgd(pipe), range(6), lambda c=checkpoints, e=every, p=pipe: p.steps % e or c.save()))  # type: ignore[misc]
-    assert same(*states)
+    assert equal(*states)
 
 
 def test_first_stage_may_have_any_method() -> None:

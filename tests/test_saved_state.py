@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import nwise
 from launch import results
+from nets import equal
 from nwise.checkpoint import Checkpoints, Resumed, files, gather_weights, load_main_state, main_state
 from nwise.checkpoint.values import UnknownTypeError, pack, unpack
 from ranks import saved_state
@@ -28,18 +29,6 @@ Make = Callable[[nwise.Pipeline], Any]
 
 def pipeline(loss: Any = nn.functional.cross_entropy, cut: tuple[str, ...] = ("a", "b")) -> nwise.Pipeline:
     return make(loss, cut)[0]
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Whether two states are equal in type, dtype, memory order and every bit."""
-    if isinstance(a, Tensor):
-        same = isinstance(b, Tensor) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        return bool(same and torch.equal(a, b))
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 class OfAll(torch.optim.SGD):
@@ -156,7 +145,7 @@ def test_values_are_packed_by_hand() -> None:
             ["size", {"Size": [3]}],
         ]
     }
-    assert equal(unpack(packed, tensors.__getitem__), value)
+    assert equal(unpack(packed, lambda name, _: tensors[name]), value)
     with pytest.raises(UnknownTypeError, match=r"^'a/1', a function$"):
         pack({"a": [0, equal]}, put)
     with pytest.raises(UnknownTypeError, match=r"^'', a Tensor of layout torch.sparse_coo$"):

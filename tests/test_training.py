@@ -67,8 +67,13 @@ def train(config: Recipe, folder: Path) -> tuple[Run, Trainer, Scores]:
     return run, trainer, trainer.train(run)
 
 
-def test_run_learns_and_records(tmp_path: Path) -> None:
-    run, trainer, scores = train(SHORT, tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Trainer, Scores]:
+    return train(SHORT, tmp_path_factory.mktemp("runs"))
+
+
+def test_run_learns_and_records(trained: tuple[Run, Trainer, Scores]) -> None:
+    run, trainer, scores = trained
     assert run.folder.name == "digits-2-wise-001"
     assert all(score is not None and score.accuracy > 0.9 for score in scores.heads)
     state = json.loads((run.folder / "run.json").read_text())
@@ -104,10 +109,10 @@ def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
     assert parts.loss == pytest.approx(whole.loss, rel=1e-3)
 
 
-def test_saved_weights_give_the_scores_they_had(tmp_path: Path) -> None:
+def test_saved_weights_give_the_scores_they_had(trained: tuple[Run, Trainer, Scores]) -> None:
     from nwise.app.training import make_pipeline
 
-    run, trainer, scores = train(SHORT, tmp_path)
+    run, trainer, scores = trained
     fresh = make_pipeline(run.recipe, trainer.train_data, trainer.pipe.strategy)
     run.load_weights(fresh)
     for again, score in zip(evaluate(fresh, trainer.test_data, 50).heads, scores.heads, strict=True):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nwise.runtime.calls import Calls
-from nwise.runtime.watch import Doing, RankError, Watchdog
+from nwise.runtime.processes import Doing
+from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.actions import Action, Kind
 
 LIMIT = 10.0

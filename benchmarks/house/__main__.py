@@ -82,7 +82,8 @@ def count(root: Path) -> dict[str, object]:
     """
     source = root / "src" / "nwise"
     files = sorted(source.rglob("*.py"))
-    application = [file for file in files if _of_application(file.relative_to(source))]
+    outside = ("app", "__main__.py") if (source / "app").exists() else OLD_APPLICATION
+    application = [file for file in files if file.relative_to(source).parts[0] in outside]
     library = [file for file in files if file not in application]
     core = [f for f in library if f.relative_to(source).parts[0] in ("schedule", "runtime", "stage", "stage.py")]
     loaded = [Path(name) for name in _run(root, LOAD)]
@@ -107,10 +108,6 @@ def count(root: Path) -> dict[str, object]:
         "methods of Pipeline": _methods(library, "Pipeline"),
         "methods of Engine": _methods(library, "Engine"),
     }
-
-
-def _of_application(path: Path) -> bool:
-    return path.parts[0] == "app" or path.parts[0] in OLD_APPLICATION
 
 
 def _lines(files: Iterable[Path]) -> int:

@@ -23,8 +23,10 @@ Names and submodules are imported at their first use, so `nwise --help` need not
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nwise.lazy import member, submodule_names
 
 if TYPE_CHECKING:
     from nwise import heads, losses
@@ -95,7 +97,7 @@ __all__ = [
     "untie",
 ]
 
-# Where the names that are not strategies are.
+# The submodule that each name comes from; `heads` and `losses` are submodules.
 _PLACES = {
     "Chain": "network.chain",
     "Device": "planning.devices",
@@ -114,20 +116,27 @@ _PLACES = {
     "split": "network.splitting",
     "staleness": "schedule.ages",
     "untie": "network.tied",
+    **dict.fromkeys(
+        (
+            "Blocks",
+            "Credit",
+            "DeepSupervision",
+            "Delayed",
+            "EndToEnd",
+            "Geometric",
+            "Hogwild",
+            "Local",
+            "NWise",
+            "Rotating",
+            "Strategy",
+            "strategy",
+        ),
+        "strategies",
+    ),
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__ or name in ("heads", "losses"):
-        from nwise.lazy import submodule
-
-        return submodule("nwise", name)
-    value = getattr(import_module(f"nwise.{_PLACES.get(name, 'strategies')}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = partial(member, __name__, _PLACES)
 
 
 def __dir__() -> list[str]:
-    from nwise.lazy import submodule_names
-
     return sorted({*__all__, *submodule_names(__path__), *(name for name in globals() if name.startswith("__"))})

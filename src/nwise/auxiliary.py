@@ -11,6 +11,7 @@ It counts as a part of every loss that is computed from the stage's output, once
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,21 +33,17 @@ class _Inject(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, Tensor]:
+        # The gradient of y passes as it comes. `aux` is a mean over the micro-batch's samples, 3 of 4, so its gradient is 3/4.
         microbatch, like = ctx.microbatch, ctx.like  # type: ignore[attr-defined]
         return gradients[0], torch.ones_like(like) * (1.0 if microbatch is None else microbatch.share)
 
 
+@dataclass
 class _Present:
-    """What a pipeline sets.
+    """What a pipeline sets."""
 
-    Attributes:
-        microbatch: the micro-batch at work; None outside a pipeline, where a loss counts as in plain PyTorch.
-        apply: the function behind `inject`.
-    """
-
-    def __init__(self) -> None:
-        self.microbatch: HasShare | None = None
-        self.apply: Any = _Inject.apply
+    microbatch: HasShare | None = None  # at work; None outside a pipeline, where a loss counts as in plain PyTorch
+    apply: Any = _Inject.apply  # the function behind `inject`
 
 
 # The backward may run in a thread of autograd, so this is not a variable of the thread.

@@ -51,7 +51,9 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
         mean, variance = (None, None) if self.training else (self.running_mean, self.running_var)
         if self.training:
-            # Sums in float64: the variance is a difference of two large numbers.
+            # Sums in float64: the variance is a difference of two large numbers. Channels first, and all others in a row:
+            #
+            #     [B, C, H, W] -> [C, B * H * W] -> count, sum, sum of squares, [3, C]
             values = input.detach().double().transpose(0, 1).flatten(1)
             total, squares = values.sum(1), values.square().sum(1)
             self._sums += torch.stack([torch.full_like(total, values.shape[1]), total, squares])
@@ -83,6 +85,7 @@ class DeferredBatchNorm(BatchNorm):
         self.num_batches_tracked += moves
         now = 1 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
         momentum = (moves * now).to(self.running_mean.dtype)
+        # Those of torch after one whole mini-batch: r += momentum * (statistic - r), with the variance over count - 1.
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0) * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)

@@ -10,6 +10,8 @@ __all__ = ["HeadDict"]
 class HeadDict(nn.ModuleDict):
     """A pipeline's heads, by the index of their stage: ``pipe.heads[2]``."""
 
+    # torch's dictionary has texts as keys, which are parts of the names in a state dict: "heads.2.weight".
+
     def __getitem__(self, stage: int | str) -> nn.Module:
         return super().__getitem__(str(stage))
 
@@ -41,4 +43,4 @@ class HeadDict(nn.ModuleDict):
 
     def get(self, stage: int) -> nn.Module | None:
         """Return the head of a stage; None if it has none."""
-        return self[stage] if stage in self else None  # noqa: SIM401 - nn.ModuleDict has no get
+        return self._modules.get(str(stage))

@@ -60,6 +60,7 @@ def default_confidence(loss_fn: Callable[..., Tensor], stage: int) -> str:
     >>> default_confidence(nn.BCEWithLogitsLoss(), 0)
     'label'
     """
+    # A loss takes logits, so it says what they mean: one class of several, or yes and no for each label.
     inner, *_ = unwrapped(loss_fn)
     # A subclass with a forward of its own may take other outputs.
     known = _BY_LOSS.get(type(inner) if isinstance(inner, nn.Module) else inner) if inner.__hash__ else None
@@ -79,13 +80,7 @@ def checked_confidence(given: Confidence) -> Rule:
 
 
 def confidences(losses: Sequence[Callable[..., Tensor]], exits: Collection[int], given: Confidence) -> dict[int, Rule]:
-    """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss.
-
-    Args:
-        losses: the loss of every stage.
-        exits: indices of the stages at which samples may leave.
-        given: the confidence of all stages; None for those of the losses.
-    """
+    """Return the confidence of every exit and of the last stage: the given one, or the one that fits its loss."""
     stages = (*exits, len(losses) - 1)
     if given is not None:
         return dict.fromkeys(stages, checked_confidence(given))
@@ -132,6 +127,7 @@ def confidence_of(
             f"`confidence` {rule!r} should have at least two classes along dimension {dim}. Found shape {list(logits.shape)} at "
             f"stage {stage}; pass 'label' if the output is one logit."
         )
+    # Logits [B, C, T] of "classes" and [B, T, C] of "tokens" have positions [B, T], as a mask has; [B, C] has none.
     positions = logits.shape[:1] + logits.shape[2:] if rule == "classes" else logits.shape[:-1]
     mask = mask if len(positions) > 1 else None
     if mask is not None and mask.shape != positions:
@@ -148,6 +144,7 @@ def _refuse_mask(mask: Tensor, positions: Sequence[int], stage: int) -> ValueErr
 
 def _takes_two(function: Callable[..., Any]) -> bool:
     """Return whether a function has a second parameter without default."""
+    # Does it take one argument? sure(logits) and sure(logits, scale=1.0) do; sure(logits, inputs) raises TypeError.
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError) as error:  # a function of C has no signature, a ValueError
@@ -159,6 +156,7 @@ def _in_range(sure: Any, logits: Tensor, stage: int) -> Tensor:
     """Return what a function gave; raise ValueError unless it is a number from 0 to 1, up to rounding, for every sample."""
     found = f"shape {list(sure.shape)}" if isinstance(sure, Tensor) else type(sure).__name__
     if isinstance(sure, Tensor) and sure.shape == logits.shape[:1]:
+        # Sums of probabilities may end a little above 1. The slack is 0.03 in float16 and 0.0003 in float32.
         slack = torch.finfo(sure.dtype).eps ** 0.5 if sure.is_floating_point() else 0
         diverged = logits[:, None].isnan().flatten(1).any(1).to(sure.device)  # nan of nan is no fault
         wrong = sure[~diverged & ~((sure >= -slack) & (sure <= 1 + slack))]

@@ -65,14 +65,7 @@ class Answers:
 
 
 def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
-    """Run the head of a stage on its output, if it has one and is among those to run.
-
-    Args:
-        heads: the heads.
-        k: index of the stage.
-        hidden: the stage's output.
-        only: indices of the stages whose heads run; None for all.
-    """
+    """Run the head of stage k on its output, if it has one, and is among `only` if these are given."""
     head = heads.get(k) if only is None or k in only else None
     with unchanged(hidden, f"The head of stage {k}"):
         return None if head is None else call(head, hidden)
@@ -89,18 +82,16 @@ def answer(
 ) -> Answers:
     """Run the stages in order on the samples that have not left; every process of the pipeline gets all answers.
 
-    Args:
-        stages: the main network.
-        heads: the heads; only those with a threshold run.
-        inputs: inputs of the first stage, samples along dimension 0.
-        thresholds: for every exit the confidence from which a sample leaves, by stage.
-        rules: the confidence of every exit and of the last stage, by stage.
-        processes: the processes that hold the stages.
-        device: device of this process's stages; None for that of the inputs.
+    `thresholds` has for every exit the confidence from which a sample leaves, and `rules` the confidence of every exit and of the
+    last stage. The `device` of this process's stages is that of the inputs if it is None.
 
     Raises:
         ValueError: there is no sample, or a stage's output has no dimension of samples.
     """
+    # `rows` are the places in the batch of the samples that are still here. Of five, two leave at stage 0:
+    #
+    #     stage 0    rows 0 1 2 3 4    leave 1 3
+    #     stage 1    rows 0 2 4        leave 0 2 4        together: 1 3 0 2 4, sorted at the end
     size, last = batch_size(inputs, "The input of `exit`"), len(stages) - 1
     if not size:
         raise ValueError("The input of `exit` should have at least one sample. Found none.")
@@ -176,16 +167,13 @@ class EarlyExit(nn.Module):
         """Return the outputs, the stages at which the samples left, and how sure they were."""
         given = as_inputs(inputs, named, "The input")
         count = len(self.stages)
+        # One process holds all stages, whatever the pipeline had.
         rules = dict.fromkeys(range(count), self.confidence)
         return answer(self.stages, self.heads, given, self.thresholds, rules, Processes(count), None)
 
 
 def check_threshold(threshold: Bounds, exits: Collection[int]) -> dict[int, float]:
-    """Return the threshold of every exit.
-
-    Args:
-        threshold: one for all exits, or one for each by its stage; other heads do not run.
-        exits: stages before the last one that have a trained head.
+    """Return the threshold of every exit: one for all, or one for each by its stage; other heads do not run.
 
     Raises:
         ValueError: a threshold is not from 0 to 1 (or inf), its stage has no trained head, or there is no exit.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 
 from torch import Tensor, nn
@@ -62,12 +63,9 @@ def convolutional(
     >>> convolutional(8, 10)(torch.zeros(2, 8, 5, 5)).shape
     torch.Size([2, 10])
     """
-    layers: list[nn.Module] = [
-        conv_norm_relu(before, after, norm) for before, after in zip([channels, *widths], widths, strict=False)
-    ]
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear([channels, *widths][-1], num_classes)
-    )
+    sizes = [channels, *widths]
+    layers = [conv_norm_relu(before, after, norm) for before, after in pairwise(sizes)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes))
 
 
 def transformer(width: int, num_heads: int, vocabulary_size: int, num_blocks: int = 2) -> nn.Sequential:
@@ -223,6 +221,7 @@ def fitting(
     hidden = as_tuple(example, "`example`")
     heads: list[nn.Module] = []
     norm = _infer_norm(stages)
+    # One run of the network: each stage's output is the example of its head and of the next stage.
     for k, stage in enumerate(stages[:-1]):
         with evaluating(stage):
             hidden = run_module(stage, hidden, f"The output of stage {k}")

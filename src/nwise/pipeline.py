@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import index
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
-from nwise.capture.capture import capture_of
 from nwise.compiled import allow_several_passes
-from nwise.exits import Answers, Bounds, Confidence, Outputs, answer, check_threshold, confidences, head_output
 from nwise.losses import Divergence, Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
@@ -28,10 +26,10 @@ from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
-from nwise.runtime.processes import build_modules
+from nwise.runtime.modules import build_modules
+from nwise.runtime.processes import join
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
-from nwise.runtime.world import join
 from nwise.schedule.actions import Action
 from nwise.schedule.named import Order, check_order
 from nwise.schedule.schedule import Schedule
@@ -40,6 +38,9 @@ from nwise.stage.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
+
+if TYPE_CHECKING:
+    from nwise.exits import Answers, Bounds, Confidence, Outputs
 
 __all__ = ["Pipeline"]
 
@@ -148,7 +149,7 @@ class Pipeline(Settings):
         self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim), Hooks()
-        self._capture = capture_of(losses, self.processes, self._compression, always) if capture else None
+        self._capture = arguments.capture_of(losses, self.processes, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -189,6 +190,8 @@ class Pipeline(Settings):
             inputs, named: inputs of the first stage, as for `step`.
             only: indices of the stages whose heads run; default: all.
         """
+        from nwise.exits import head_output
+
         outputs: Outputs = [None] * self.num_stages
 
         def forward(k: int, hidden: Tensors) -> Tensors:
@@ -208,6 +211,8 @@ class Pipeline(Settings):
             threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
             confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
         """
+        from nwise.exits import answer, check_threshold, confidences
+
         self._cutter.check_samples_first("The input of `exit`")
         thresholds = check_threshold(threshold, self.needed_heads())
         rules = confidences(self.loss_fns, thresholds, confidence)
@@ -364,8 +369,7 @@ class Pipeline(Settings):
         return self._structure
 
     def _next_schedule(self) -> Schedule:
-        settings = self.strategy, self.num_microbatches, self.heads, self._order
-        return self._program.schedule(*settings, self._structure)
+        return self._program.schedule(self.strategy, self.num_microbatches, self.heads, self._order, self._structure)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)

@@ -94,6 +94,7 @@ def use_one_thread() -> None:
 
 def _chosen_by_torchrun() -> bool:
     """Tell whether ``OMP_NUM_THREADS`` comes from torchrun: its own environment then lacks it."""
+    # OMP_NUM_THREADS=1 here means that the user chose 1, or nothing: torchrun's own environment, that of the parent, tells.
     path = Path(f"/proc/{os.getppid()}/environ")
     if "TORCHELASTIC_RUN_ID" not in os.environ or not path.exists():
         return False

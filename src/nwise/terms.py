@@ -18,25 +18,16 @@ from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
 _OVER_ELEMENTS = {
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.huber_loss,
-    functional.kl_div,
-    functional.l1_loss,
-    functional.mse_loss,
-    functional.poisson_nll_loss,
-    functional.smooth_l1_loss,
-    functional.soft_margin_loss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.HuberLoss,
-    nn.KLDivLoss,
-    nn.L1Loss,
-    nn.MSELoss,
-    nn.PoissonNLLLoss,
-    nn.SmoothL1Loss,
-    nn.SoftMarginLoss,
-}
+    functional.binary_cross_entropy, nn.BCELoss,
+    functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss,
+    functional.huber_loss, nn.HuberLoss,
+    functional.kl_div, nn.KLDivLoss,
+    functional.l1_loss, nn.L1Loss,
+    functional.mse_loss, nn.MSELoss,
+    functional.poisson_nll_loss, nn.PoissonNLLLoss,
+    functional.smooth_l1_loss, nn.SmoothL1Loss,
+    functional.soft_margin_loss, nn.SoftMarginLoss,
+}  # fmt: skip
 _KNOWN = {functional.__name__, nn.modules.loss.__name__, "nwise.losses"}  # modules whose losses count as they say
 
 
@@ -61,9 +52,8 @@ class Terms:
     def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
         self._loss_fn = loss_fn
         inner, _, decorated = unwrapped(loss_fn)
-        self._count = getattr(inner, "count", None)
-        if not callable(self._count):
-            self._count = None
+        count = getattr(inner, "count", None)
+        self._count = count if callable(count) else None
         options = self._options()
         owner = inner if hasattr(inner, "__name__") else type(inner)
         self._name = getattr(owner, "__name__", "a loss")
@@ -72,11 +62,15 @@ class Terms:
         )
         self._over_elements = self.known and owner in _OVER_ELEMENTS
         ignores = self._count is None and "ignore_index" in options
-        self._weighted: tuple[object, int, bool] = (
-            None,
-            0,
-            False,
-        )  # the weights of classes, their version, whether one is 0
+        # The weights of classes, their version, and whether one is 0: finding out waits for the device, so once for each value.
+        self._weighted: tuple[object, int, bool] = (None, 0, False)
+        # What a loss averages over decides how uneven micro-batches weigh:
+        #
+        #     a method `count`             what it returns
+        #     `ignore_index`               targets that count, by the weights of their classes
+        #     torch's, over elements       all elements of the target
+        #     anything else                samples, with a warning unless the loss is known
+        #
         # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
         assumed = not (self.known or ignores or self._count is not None)
         self._warns_of_ignored = self._warns_of_lengths = assumed
@@ -95,7 +89,7 @@ class Terms:
 
     def __call__(self, target: Tensors, samples: int) -> float:
         """Count the terms of a micro-batch's target, which has so many samples."""
-        for tensor in target if self._warns_of_ignored and not self._over_elements else ():
+        for tensor in target if self._warns_of_ignored else ():
             self._warn_of_ignored(tensor)
         count = float(self.on_device(target, samples))
         if not 0 <= count < math.inf:
@@ -108,6 +102,7 @@ class Terms:
             count = self._count(as_argument(target))
             # A loss of the user's may be 0/0 for a micro-batch without terms, so its count has to be known before.
             return count.double() if isinstance(count, Tensor) and self.known else float(count)
+        # Targets of 3 and 1 counted tokens: the whole mean is (3 a + 1 b) / 4, so they weigh 3/4 and 1/4, not halves.
         labels, options = target[0], self._options()
         if self._over_elements:
             return float(labels.numel())
@@ -172,6 +167,9 @@ def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any], bool]:
 
     With it come the options of partial functions, and whether there is a decorator, which may change the loss.
     """
+    #     partial(cross_entropy, label_smoothing=0.1)    cross_entropy, {"label_smoothing": 0.1}, False
+    #     torch.compile(loss), loss.forward              loss, {}, False
+    #     @doubled def loss(...)                         loss, {}, True: its value may be another one
     options: dict[str, Any] = {}
     decorated = False
     while True:

@@ -165,7 +165,7 @@ def run(case: Case, *, captured: bool, device: torch.device = DEVICE) -> dict[st
         return made[-1]
 
     if device.type == "cpu":
-        capture.make_graphs = make
+        capture.make_graphs = make  # type: ignore[assignment]  # graphs of the CPU
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         settings = nn.functional.cross_entropy, case.strategy, case.m

@@ -31,14 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
-from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
+from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Seeded
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.executor import Memory
-from nwise.runtime.processes import Processes
 from nwise.runtime.step import Step
 from nwise.stage.rerun import random_states_kept
 from nwise.tensors import Tensors, each, names
@@ -52,51 +51,34 @@ _MANY = 100  # steps of a kind after which a change was worth its recording
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded step.
+    """A recorded step: its graphs, and the memory that they read and write at each replay."""
 
-    Args:
-        segments: the graph of each segment.
-        inputs: the tensors that they read: the batch.
-        memory: those that they read from other ranks, and write for them.
-        gradients: those that they write: the gradient of each trainable parameter.
-        results: what else they write.
-        values: all values of the results, in one tensor.
-    """
-
+    #     batch --> inputs ------> [ segments ] ----> gradients --> .grad
+    #     other ranks <--> memory <--^    `---------> results, whose values lie in one tensor
     segments: Sequence[Seeded]
     inputs: Sequence[Tensor]
     memory: Memory
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor | None]  # of each trainable parameter
     results: Results
     values: Tensor
 
 
 @dataclass
 class StepKind:
-    """Steps of one kind.
+    """Steps of one kind."""
 
-    Attributes:
-        steps: how many have run or were replayed.
-        drawing: the parts that draw random numbers, and how often in each segment.
-        recording: the recording; None until there is one.
-    """
-
-    steps: int = 0
-    drawing: Sequence[Counter[Part]] = ()
+    steps: int = 0  # that have run or were replayed
+    drawing: Sequence[Counter[Part]] = ()  # the parts that draw random numbers, and how often in each segment
     recording: Recording | None = None
 
 
 class Capture:
-    """Runs the steps of a pipeline eagerly or by replay.
-
-    Args:
-        losses: the losses, whose numbers must not change while a step is recorded.
-    """
+    """Runs the steps of a pipeline eagerly or by replay; the numbers of the losses must stay while a step is recorded."""
 
     def __init__(self, losses: Sequence[Any]) -> None:
         self._losses = losses
         self._kinds: dict[Hashable, StepKind] = {}
-        self._graphs: Graphs | None = None
+        self._graphs: CudaGraphs | None = None
         self._surroundings: Surroundings | None = None
         self._changes = 0
         self._failed = self._full = False
@@ -111,6 +93,7 @@ class Capture:
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
+        # The cheap questions first: a warm step compares attributes and addresses, and finds its recording by its key.
         before = self._surroundings
         same = before is not None and before.structure is step.structure and before.changed() is None
         surroundings = before if before is not None and same else self._look(step)
@@ -121,20 +104,22 @@ class Capture:
             self._kinds.clear()
             self._graphs, self._changes = None, self._changes + 1
             if self._changes > _LIMIT:
-                cause = f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
-                return self._give_up(step, cause)
+                self._stop(
+                    f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
+                )
         given = _tensors(step.parts)
-        kind = self._kind(_key(step, given))
-        if kind is None:
-            return step.run(Draws(step.seed))
-        if kind.recording is None and kind.steps < _EAGER_STEPS:
-            return self._eagerly(step, kind)
-        if kind.recording is None:
+        kind = None if self._failed else self._kind(_key(step, given))
+        if kind is not None and kind.recording is None:
+            if kind.steps < _EAGER_STEPS:
+                return self._eagerly(step, kind)
             try:
                 kind.recording = self._record(step, kind)
             except NotRecordableError as error:
-                return self._give_up(step, str(error))
+                self._stop(str(error))
+        if kind is None or kind.recording is None:
+            return step.run(Draws(step.seed))
         kind.steps += 1
+        # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
 
@@ -159,7 +144,7 @@ class Capture:
         with self._graphs.beside():
             results = step.run(draws)
         kind.steps, kind.drawing = kind.steps + 1, draws.drawing
-        # A first step may add attributes; what changes again changes in every step.
+        # A first step may add attributes, such as a cache; what changes again in the second one changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
             self._look(step)
             if kind.steps == _EAGER_STEPS:
@@ -171,12 +156,17 @@ class Capture:
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns
         before = [p.grad for p in learns]
-        inputs, targets = [[_static(x) for x in part] for part in (step.parts.inputs, step.parts.targets)]
+        inputs, targets = (
+            [None if x is None else each(x, lambda t: t.detach().clone()) for x in part]
+            for part in (step.parts.inputs, step.parts.targets)
+        )
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
         surroundings = self._look(step)
         draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
         for p in learns:
             p.grad = None
+        # Autocast keeps a cast weight for the forwards that follow. One of an eager step would lie outside the graph's memory,
+        # and one of the recording has no values afterwards.
         torch.clear_autocast_cache()
         try:
             with ExitStack() as stack:
@@ -192,7 +182,9 @@ class Capture:
                 raise NotRecordableError(f"changes `{name}` in every step")
         except Exception as error:
             surroundings.restore()
-            raise NotRecordableError(f"{draws.name} {_cause(error)}") from error
+            known = isinstance(error, NotRecordableError)
+            cause = str(error) if known else f"raises {type(error).__name__}: {error}".splitlines()[0]
+            raise NotRecordableError(f"{draws.name} {cause}") from error
         finally:
             torch.clear_autocast_cache()
             for p, gradient in zip(learns, before, strict=True):
@@ -204,11 +196,6 @@ class Capture:
         """Take the present surroundings as those that the next steps are compared with."""
         self._surroundings = Surroundings(step.structure, self._losses)
         return self._surroundings
-
-    def _give_up(self, step: Step, cause: str) -> Results:
-        """Run this and all later steps eagerly, and say why."""
-        self._stop(cause)
-        return step.run(Draws(step.seed))
 
     def _stop(self, cause: str) -> None:
         """Run all later steps eagerly, and say why."""
@@ -225,24 +212,7 @@ class Capture:
         return Capture, (self._losses,)
 
 
-def capture_of(losses: Sequence[Any], processes: Processes, compression: object, always: bool) -> Capture:
-    """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
-    size, ranks = processes.size, processes.num_ranks
-    others = {
-        f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
-        "`compress`; leave it out": compression is not None,
-        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
-    }
-    if any(others.values()):
-        found = next(name for name, is_given in others.items() if is_given)
-        raise ValueError(
-            "A captured pipeline should have whole stages without replicas, messages without compression, and few checks. "
-            f"Found {found}."
-        )
-    return Capture(losses)
-
-
-def make_graphs(device: torch.device) -> Graphs:
+def make_graphs(device: torch.device) -> CudaGraphs:
     """Return what records on a device.
 
     Raises:
@@ -276,20 +246,20 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
         graph.replay([draws.seed_of(*part) for part in parts])
 
     with torch.no_grad():
-        copies(recording.inputs, given)
-        # The memory of a gradient is the same in each replay, so one that is to be added to is put aside.
+        for target, source in zip(recording.inputs, given, strict=True):
+            target.copy_(source, non_blocking=True)
+        # The memory of a gradient is the same in each replay, so one that is to be added to is put aside:
+        #
+        #     .grad before    memory of the graph    after the replay
+        #     none            new                    new, the graph's memory
+        #     other memory    new                    before + new
+        #     this memory     new over before        new + a copy of before
         pairs = zip(recording.gradients, before, strict=True)
         kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
         step.engine.replay(step.schedule, step.number, step.parts.inputs, recording.memory, launch)
         for p, old, new, own in zip(learns, before, recording.gradients, kept, strict=True):
-            if new is None:
-                continue
-            if old is None:
-                p.grad = new
-            elif own is None:
-                old.add_(new)
-            else:
-                old.add_(own)
+            if new is not None:
+                p.grad = new if old is None else old.add_(new if own is None else own)
         return _unpacked(recording.results, recording.values.clone())
 
 
@@ -324,6 +294,7 @@ def _unpacked(like: Results, values: Tensor) -> Results:
 def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     """Return what is the same for all steps that one recording serves."""
     call = step.number % len(step.schedule.flows)
+    # Everything that Python decides from the step, beside modules and losses: kernels are chosen by dtype, strides and settings.
     batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
     autocast = autocast_dtype(step.engine.device)
@@ -337,15 +308,3 @@ def _tensors(parts: Parts) -> list[Tensor | None]:
     for tensors in (*parts.inputs, *parts.targets):
         given += [None] if tensors is None else tensors
     return given
-
-
-def _static(tensors: Tensors | None) -> Tensors | None:
-    return None if tensors is None else each(tensors, lambda x: x.detach().clone())
-
-
-def _cause(error: Exception) -> str:
-    return (
-        str(error)
-        if isinstance(error, NotRecordableError)
-        else f"raises {type(error).__name__}: {error}".splitlines()[0]
-    )

@@ -18,18 +18,16 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, Self
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nwise._torch import TorchDispatchMode
 from nwise.randomness import Draws
 
-__all__ = ["CudaGraphs", "Graph", "NotRecordableError"]
-
+__all__ = ["CudaGraphs", "NotRecordableError"]
 
 Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
 
@@ -38,43 +36,10 @@ class NotRecordableError(RuntimeError):
     """What a step does cannot be recorded; the message names it."""
 
 
-class Graph(Protocol):
-    """Computations that can be replayed."""
-
-    def recording(self, num_streams: int) -> AbstractContextManager[None]:
-        """Record what the body computes; what it returns has no values before a replay.
-
-        Args:
-            num_streams: number of streams of random numbers.
-        """
-
-    def draw_from(self, stream: int) -> None:
-        """Let what is recorded from here on draw from a stream."""
-
-    def replay(self, seeds: Sequence[int]) -> None:
-        """Compute again, with a seed for each stream."""
-
-
-class Graphs(Protocol):
-    """Makes graphs that share a pool of memory, so they are replayed in the order in which they were recorded."""
-
-    def new(self) -> Graph:
-        """Return an empty graph."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Run the body where graphs are recorded."""
-
-
-Seeded = tuple[Graph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
-
-
 class CudaGraph:
-    """A CUDA graph.
+    """A CUDA graph, recorded on a stream, in a pool of memory that several graphs share.
 
-    Args:
-        device: the GPU.
-        pool: pool of memory that several graphs share.
-        stream: the stream to record on.
+    Tests put a graph of the CPU in its place (`tests/recorder.py`).
     """
 
     def __init__(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -84,7 +49,8 @@ class CudaGraph:
 
     @contextmanager
     def recording(self, num_streams: int) -> Iterator[None]:
-        """Record what the body launches."""
+        """Record what the body launches, with so many streams of random numbers; nothing has values before a replay."""
+        # A recorded kernel reads the seed from memory that belongs to a generator's state, so each stream is a state of its own.
         present = self._generator.graphsafe_get_state()
         self._streams = [self._generator.clone_state() for _ in range(num_streams)]
         for stream in self._streams:
@@ -100,28 +66,27 @@ class CudaGraph:
                 self._generator.graphsafe_set_state(present)
 
     def draw_from(self, stream: int) -> None:
-        """Make a stream the GPU's generator."""
+        """Let what is recorded from here on draw from a stream."""
         self._generator.graphsafe_set_state(self._streams[stream])
 
     def replay(self, seeds: Sequence[int]) -> None:
-        """Launch the graph on the present stream of the GPU."""
+        """Launch the graph on the present stream of the GPU, with a seed for each stream of random numbers."""
         for stream, seed in zip(self._streams, seeds, strict=True):
             stream.manual_seed(seed)
         self._graph.replay()
 
 
-class CudaGraphs:
-    """Makes CUDA graphs.
+Seeded = tuple[CudaGraph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
 
-    Args:
-        device: the GPU.
-    """
+
+class CudaGraphs:
+    """Makes graphs on a GPU that share a pool of memory, so they are replayed in the order in which they were recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
-    def new(self) -> Graph:
+    def new(self) -> CudaGraph:
         """Return an empty graph."""
         return CudaGraph(self._device, self._pool, self._stream)
 
@@ -144,6 +109,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             raise NotRecordableError("reads a value (`item`, `float`, `bool`, `if`, `print`)")
+        # `x[i]` has the shape of i, unless i is a mask; torch gives both one tag.
         by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         if by_mask or (torch.Tag.dynamic_output_shape in func.tags and func is not torch.ops.aten.index.Tensor):
             raise NotRecordableError(
@@ -160,18 +126,8 @@ def has_drawn(device: torch.device, seed: int) -> bool:
     return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
 
 
-def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others, which a recording reads."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
-
-
 class Observed(Draws):
-    """Notes which parts draw random numbers on the device.
-
-    Attributes:
-        drawing: the parts, and how often they draw, for each segment.
-    """
+    """Notes which parts draw random numbers on the device: `drawing` has them, and how often, for each segment."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -195,16 +151,10 @@ class Observed(Draws):
 class Recorded(Draws):
     """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
 
-    Args:
-        graphs: what makes the graphs.
-        drawing: the parts that draw, and how often, for each segment.
-        generators: random generators that modules hold.
-
-    Attributes:
-        segments: their graphs.
+    `drawing` is that of `Observed`, `generators` are those that modules hold, and `segments` are the graphs so far.
     """
 
-    def __init__(self, graphs: Graphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
+    def __init__(self, graphs: CudaGraphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
         super().__init__()
         self._graphs, self._drawing, self._generators = graphs, drawing, generators
         self.segments: list[Seeded] = []
@@ -225,7 +175,10 @@ class Recorded(Draws):
         self._begin_segment()
 
     def _begin_segment(self) -> None:
-        # What draws though it has not drawn before gets a stream that is the same for all.
+        # What draws though it has not drawn before gets a stream that is the same for all:
+        #
+        #     drawing    {stage 1 of micro-batch 0: 2, its head: 1}
+        #     streams    0: other    1 and 2: stage 1, which draws twice    3: the head
         drawing = self._drawing[len(self.segments)]
         parts: list[Part] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}

@@ -31,15 +31,8 @@ _LONG = 1000  # items from which a container is compared by its length alone, su
 class Surroundings:
     """Attributes and memory as they were when it was made.
 
-    Args:
-        structure: modules of the stages and heads.
-        losses: the losses.
-
-    Attributes:
-        structure: as given.
-        modules: all modules, those of losses and unregistered ones included.
-        hooks: the dictionaries that hold their hooks.
-        generators: random generators in plain attributes.
+    It has all `modules`, those of losses and unregistered ones included, the dictionaries that hold their `hooks`, and the random
+    `generators` in plain attributes.
     """
 
     def __init__(self, structure: Structure, losses: Iterable[Any]) -> None:
@@ -53,7 +46,7 @@ class Surroundings:
         self.hooks = hooks_of(self.modules)
         self._stores: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._others: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # which the structure compares
-        self._containers: list[tuple[str, Any, list[Any]]] = []
+        self._containers: list[tuple[str, Any, list[Any]]] = []  # by identity, with the items that were in it
         self._tensors: list[tuple[str, Tensor, object]] = []
         known = set(structure.modules)
         for module in self.modules:
@@ -87,6 +80,7 @@ class Surroundings:
 
     def changed(self) -> str | None:
         """Return the name of something that has changed, None if nothing has."""
+        # By identity first, in C: of the thousands of attributes of a network none has changed as a rule.
         for owner, store, before in self._stores:
             if len(store) != len(before) or not all(map(is_, store.values(), before.values())):
                 for name in {**before, **store}:
@@ -101,6 +95,7 @@ class Surroundings:
 
     def restore(self) -> None:
         """Put all attributes back, and what lists, sets and dictionaries held."""
+        # In place: modules and others hold these dictionaries and lists themselves.
         for _, store, before in (*self._stores, *self._others):
             store.clear()
             store.update(before)

@@ -101,7 +101,11 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._writing: Future[None] | None = None
         self._lock = FolderLock(self.folder)
-        # A pipeline that has made steps or looked for a checkpoint is not a new run, and may write beside existing checkpoints.
+        # A pipeline that has made steps or looked for a checkpoint is not a new run, and may write beside existing checkpoints:
+        #
+        #     new pipeline, empty folder                 save
+        #     new pipeline, checkpoints there            save raises: it would mix two runs
+        #     new pipeline, resume, then save            save
         self._knows_folder = pipe.steps > 0
 
     @property
@@ -139,6 +143,8 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
+        # All ranks meet at the claim, at the exchange of the optimizer's JSON and in the writing; `telling` reports an error
+        # to those that wait there already. What a background writer gets is a copy on the CPU, which belongs to it alone.
         if reserved := sorted(set(facts) & {*state.FACTS, "optimizer_state", "compress", "due"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
@@ -197,11 +203,13 @@ class Checkpoints:
 
         Raises:
             ValueError: there are checkpoints, but all of them are damaged, now or earlier.
-            OSError: a checkpoint cannot be read at present; nothing has been changed.
+            OSError: a checkpoint cannot be read at present, or the last one could not be written; nothing has been changed.
         """
+        self.wait()  # the checkpoint on its way is the newest, and its writing has the group
         damaged = sorted(p.name for p in self.folder.glob("step-*.damaged*"))
         names, damaged = self._processes.gather("checkpoints", [self._names(), damaged])[0]  # as rank 0 sees the folder
         problem = f"{damaged[-1]} was found to be damaged." if damaged else ""
+        # All ranks read shares of one checkpoint and agree on it before any of them looks at the one before.
         for name in reversed(names):
             folder = self.folder / name
             try:
@@ -225,6 +233,7 @@ class Checkpoints:
 
     def restore(self, info: CheckpointInfo, *, settings: bool = True) -> Resumed:
         """Load a checkpoint; see `nwise.checkpoint.state.restore`."""
+        self.wait()
         with self._processes.telling():
             parts = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
             return Resumed(info.facts["step"], "; ".join(parts), tuple(parts))

@@ -65,6 +65,16 @@ def write(
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    # Only the name of a folder says that it is whole, so a crash needs no repair. What one leaves, by the last line done:
+    #
+    #     rank 0   make an empty step-9.part             step-9.part, which the next writer removes
+    #     all      write their tensors into it           the same
+    #     all      read back a share, for SHA-256        the same
+    #     rank 0   write checkpoint.json, flush          the same
+    #     rank 0   an old step-9 -> step-9.gone.part     the same, and no step 9: readers take the one before it
+    #     rank 0   step-9.part -> step-9, flush          the new step 9
+    #
+    # All ranks meet after the first three lines and after the last, so an error of one is raised by all.
     partial, rank = folder.with_name(folder.name + PARTIAL), _place(group)[0]
     try:
         together(group, lambda: _begin(partial) if rank == 0 else None)
@@ -146,7 +156,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup |
 
 
 def _first_failure(error: Any) -> tuple[str, BaseException]:
-    rank, (first, _) = next(iter(error.failures.items()))
+    rank, (first, _) = next(iter(error.failures.items()))  # torch's error: {rank: (error, traceback)}
     return f" on rank {rank}", first
 
 
@@ -157,6 +167,7 @@ def remove(folder: Path) -> None:
 
 def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
     """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
+    # An error travels as a value: a rank that raised before the gather would leave the others waiting in it.
     outcome: dict[str, Any] | Exception
     try:
         outcome = work() or {}
@@ -176,6 +187,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / _FACTS
     with _readable(path):
         data = path.read_bytes()
+    # JSON has no line break outside its texts, and inside one it is escaped: {"format": 1, ...}\n<SHA-256>\n
     try:
         line, written, rest = data.decode().split("\n")
         if rest or hashlib.sha256(line.encode()).hexdigest() != written:
@@ -188,6 +200,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise DamagedError(
             f"{path} should be of format {FORMAT}, which this nwise reads. Found {known!r}; use the nwise that wrote it."
         )
+    # A name with a path would make `check` read files outside the folder.
     names = index.get("files")
     if not isinstance(names, dict) or any(Path(name).name != name for name in names) or "facts" not in index:
         raise DamagedError(f"{path} should have facts, and name files of its own folder. Found {str(index)[:200]}.")
@@ -215,7 +228,8 @@ def _complete(partial: Path, folder: Path, fingerprints: Mapping[str, Any], fact
         file.flush()
         os.fsync(file.fileno())
     _flush(partial)
-    trash = _discard(folder)  # a checkpoint of the same step is missing for as short a time as possible
+    # A folder cannot replace another in one call, so a checkpoint of the same step is missing for a moment.
+    trash = _discard(folder)
     os.replace(partial, folder)
     _flush(folder.parent)
     shutil.rmtree(trash, ignore_errors=True)

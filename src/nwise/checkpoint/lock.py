@@ -27,6 +27,7 @@ class FolderLock:
         """Take the lock; ValueError if another process holds it, OSError if it cannot be made."""
         if self._lock is not None:
             return
+        # The operating system drops the lock with the process, so a kill leaves no lock, only a file that names the last owner.
         filelock = needed("filelock", "checkpoint", "A checkpoint or a run")
         lock = filelock.FileLock(self._path, timeout=0, is_singleton=True)
         try:

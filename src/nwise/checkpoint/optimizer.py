@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise.checkpoint.values import UnknownTypeError, as_name, pack, places, unpack
+from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
 from nwise.dtensor import is_dtensor
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
@@ -64,6 +64,7 @@ def collect_state(
             memory[key] = name
         return name
 
+    # The state of a parameter goes under its name, so another cut finds it; all else under the process's first stage.
     put_rest = partial(put, f"optimizer.rest.{stage}.")
     states: dict[str, Any] = {}
     others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
@@ -158,6 +159,8 @@ class SavedOptimizer:
         self._counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         self._host = {name for part in parts for name in part["host"]}
         self._one = {name: first for part in parts for first, *others in part.get("same", ()) for name in others}
+        # What belongs to no parameter comes from the process that held this one's first stage: of parts that begin at stages 0
+        # and 2, a process that begins at stage 1 gets that of 0.
         nearest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default={})
         self._rest = nearest and nearest["rest"]
         if self._rest:
@@ -169,10 +172,14 @@ class SavedOptimizer:
             if name in self._states and accepts and not accepts(p, [key for key, _ in self._states[name]["dict"]]):
                 del self._states[name]
         self.fresh: dict[str, Tensor] = {}
+        self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
-        for name in self._parameters:
-            if name in self._states and (lost := _stray(self._states[name], f"optimizer.{name}.", layout)):
-                raise LookupError(lost)
+        # A tensor of a state that is not in its place in the JSON would be lost without a word.
+        known = {f"optimizer.{name}": p for name, p in self._parameters.items() if name in self._states}
+        for full in sorted(layout):
+            owner, _, entry = full.rpartition(".")
+            if owner in known and (known[owner], entry.rstrip("_")) not in self._placed:
+                raise LookupError(full)
 
     def _check_own_keys(self, part: Mapping[str, Any]) -> None:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
@@ -225,7 +232,9 @@ class SavedOptimizer:
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
 
-    def _options(self, parameters: Iterable[Tensor], get: Callable[[str], Tensor]) -> tuple[dict[str, Any], set[str]]:
+    def _options(
+        self, parameters: Iterable[Tensor], get: Callable[[str, str], Tensor]
+    ) -> tuple[dict[str, Any], set[str]]:
         """Return the options in which the saved groups of some parameters agree, and the names of the others."""
         names = {self._names[p] for p in parameters if p in self._names}
         saved = [group for part in self._parts for group in part["groups"] if names & set(group["params"])]
@@ -234,8 +243,9 @@ class SavedOptimizer:
         agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
         return agreed, {k for options in found for k in options} - set(agreed)
 
-    def _tensor(self, p: Tensor, name: str) -> Tensor:
+    def _tensor(self, p: Tensor, name: str, place: str) -> Tensor:
         """Return a tensor of the checkpoint, or memory for it, where an optimizer of a parameter needs it."""
+        self._placed.add((p, as_name(place).rstrip("_")))  # `put` appends "_" if a name is taken
         name = self._one.get(name, name)
         if name in self._parameters:
             return self._parameters[name].detach()
@@ -250,13 +260,6 @@ class SavedOptimizer:
                 else torch.empty_like(p.detach(), dtype=like.dtype, device=None if is_dtensor(p) else device)
             )
         return self.fresh[name]
-
-
-def _stray(packed: Any, prefix: str, layout: Mapping[str, Tensor]) -> str:
-    """Return the name of a tensor of a parameter's state that its JSON does not have in its place; nothing if there is none."""
-    placed = {prefix + as_name(place).rstrip("_") for place in places(packed)}
-    of_state = {name for name in layout if name.startswith(prefix) and "." not in name.removeprefix(prefix)}
-    return min((name for name in of_state if name.rstrip("_") not in placed), default="")
 
 
 def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:

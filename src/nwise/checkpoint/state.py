@@ -30,8 +30,7 @@ from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
-# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and
-# "due".
+# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and "due".
 FACTS = {
     "step": int,
     "seed": int,
@@ -67,6 +66,7 @@ def collect_tensors(
         due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
         tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
     tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
+    # Copies, because training goes on while the writer's thread works.
     order = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
 
@@ -102,7 +102,8 @@ def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None
     # equal, and the head of the one fits the other.
     last = {k: next(reversed(plain_state(pipe.stages[k])), "") for k in pipe.processes.here}
     ends = pipe.processes.by_stage(last)
-    for k, end in enumerate(ends):  # a stage without parameters ends after the one before it
+    # A stage without parameters ends after the one before it: ["a.weight", "", "b.bias"] -> ["a.weight", "a.weight+", "b.bias"]
+    for k, end in enumerate(ends):
         ends[k] = end or (f"{ends[k - 1]}+" if k else "+")
     return {
         "step": pipe.steps,
@@ -167,6 +168,7 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
     """
+    # In order: compare names and shapes, find where each tensor goes, read all of them, and only then change the pipeline.
     facts, layout = files.read_facts(folder), files.read_layout(folder)
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
@@ -177,7 +179,8 @@ def restore(
     present, _ = present_state(pipe, None)
     names = {name: name for name in present if name.startswith("model.")}  # here -> in the checkpoint
     saved_ends = {end: k for k, end in enumerate(facts["ends"])}
-    old_stages = [saved_ends.get(end) for end in collect_facts(pipe)["ends"]]
+    now = collect_facts(pipe, optimizer)
+    old_stages = [saved_ends.get(end) for end in now["ends"]]
     new: dict[str, list[int]] = {"heads": [], "losses": []}
     for k in pipe.processes.here:
         for what, stages in new.items():
@@ -188,11 +191,11 @@ def restore(
                 stages.append(k)
     targets = {saved: present[name] for name, saved in names.items()}
     loader = None
-    if optimizer is not None and facts["optimizer"] == optimizer_kind(optimizer):
+    if optimizer is not None and facts["optimizer"] == now["optimizer"]:
         found = {names[name]: p for p, name in parameter_names(pipe).items() if name in names}
         with _reading(folder):
             loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
-    # Everything is read before anything is changed: an unreadable file leaves the pipeline as it is.
+    # Memory for all of it: an unreadable file is found before anything is changed.
     due = _due_gradients(pipe, facts, layout)
     wanted = targets | {name: p for call in due for p, name in call.items()}
     # To the CPU, except that parts of a DTensor stay on their mesh's device.
@@ -219,7 +222,8 @@ def restore(
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
     used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
-    changes = _differences(pipe, facts, sizes, [new["heads"], [*used], new["losses"], notes], optimizer)
+    parts = pipe.processes.by_place("heads", [new["heads"], [*used], new["losses"], notes])
+    changes = _differences({"compress": "none", **facts}, now, sizes, parts)
     if lost := 0 if kept else int(facts.get("due", 0)):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return changes
@@ -272,26 +276,18 @@ def _merged_losses(targets: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -
 
 
 def _differences(
-    pipe: Pipeline,
-    facts: Mapping[str, Any],
-    sizes: Mapping[str, Size],
-    local: list[Any],
-    optimizer: torch.optim.Optimizer | None,
+    facts: Mapping[str, Any], now: Mapping[str, Any], sizes: Mapping[str, Size], parts: Sequence[Any]
 ) -> list[str]:
-    """Describe how the pipeline of all processes differs from the saved one.
-
-    `local` has this process's new heads, the saved heads that it uses, its losses with fresh buffers, and notes.
-    """
-    parts = pipe.processes.by_place("heads", local)
+    """Describe how the pipeline of all processes differs from the saved one."""
+    # Of every process: its new heads, the saved heads that it uses, its losses with fresh buffers, and notes.
     new, used, losses = (sorted(one for part in parts for one in part[i]) for i in range(3))
     dropped = sorted({int(name.split(".")[1]) for name in sizes if name.startswith("heads.")} - {*used})
-    facts, now = {"compress": "none", **facts}, collect_facts(pipe, optimizer)
     whats = {"strategy": "strategy", "num_microbatches": "micro-batches", "seed": "seed"}
     changes = [f"{what} {facts[key]} -> {now[key]}" for key, what in whats.items() if facts[key] != now[key]]
     if facts["compress"] != now["compress"]:
         before, after = (str(form["compress"]).partition("(")[0] for form in (facts, now))
         changes.append(f"compression {before} -> {f'another {after}' if before == after else after}")
-    if optimizer is not None and facts["optimizer"] != now["optimizer"]:
+    if now["optimizer"] not in (facts["optimizer"], optimizer_kind(None)):
         changes.append(f"optimizer {facts['optimizer']} -> {now['optimizer']}, with fresh state")
     if len(facts["ends"]) != len(now["ends"]):
         changes.append(f"stages {len(facts['ends'])} -> {len(now['ends'])}")

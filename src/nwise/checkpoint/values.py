@@ -10,7 +10,7 @@ A tensor becomes its name, and the caller stores it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -45,6 +45,7 @@ def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> A
 
     if isinstance(value, Tensor):
         return {"tensor": _pack_tensor(value, put, place, like)}
+    # An enum may be a number, too, and would come back as one.
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, complex):
@@ -60,15 +61,19 @@ def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> A
     raise UnknownTypeError(f"{place!r}, a {kind}")
 
 
-def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
-    """Return the value that `pack` has packed; `get` returns a tensor by its name."""
+def unpack(packed: Any, get: Callable[[str, str], Tensor], place: str = "") -> Any:
+    """Return the value that `pack` has packed; `get` returns a tensor by its name and its place, as `put` got it."""
+
+    def inner(part: Any, key: Any) -> Any:
+        return unpack(part, get, f"{place}/{key}" if place else str(key))
+
     if isinstance(packed, list):
-        return [unpack(part, get) for part in packed]
+        return [inner(part, i) for i, part in enumerate(packed)]
     if not isinstance(packed, dict):
         return packed
     ((kind, content),) = packed.items()
     if kind == "tensor":
-        tensor = get(content["name"])
+        tensor = get(content["name"], place)
         if content.get("complex"):
             tensor = torch.view_as_complex(tensor.contiguous())
         if strides := content.get("strides"):
@@ -79,29 +84,9 @@ def unpack(packed: Any, get: Callable[[str], Tensor]) -> Any:
     if kind == "dtype":
         return next(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d) == f"torch.{content}")
     if kind == "dict":
-        return {unpack(key, get): unpack(part, get) for key, part in content}
-    return _SEQUENCES[kind]([unpack(part, get) for part in content])
-
-
-def places(packed: Any, place: str = "") -> Iterator[str]:
-    """Iterate over the places of the tensors in what `pack` has packed, as its `put` gets them."""
-    pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(packed, list):
-        pairs = enumerate(packed)
-    elif isinstance(packed, dict):
-        ((kind, content),) = packed.items()
-        if kind == "tensor":
-            yield place
-        elif kind == "dict":
-            pairs = ((unpack(key, _refuse), part) for key, part in content)
-        elif kind in _SEQUENCES:
-            pairs = enumerate(content)
-    for key, part in pairs:
-        yield from places(part, f"{place}/{key}" if place else str(key))
-
-
-def _refuse(name: str) -> Tensor:
-    raise LookupError(name)  # no optimizer has tensors as keys
+        keys = [(inner(key, "key"), part) for key, part in content]
+        return {key: inner(part, key) for key, part in keys}
+    return _SEQUENCES[kind]([inner(part, i) for i, part in enumerate(content)])
 
 
 def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> dict[str, Any]:
@@ -113,7 +98,9 @@ def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> d
         expected = torch.empty(tensor.shape, device="meta")
         if like is not None and like.shape == tensor.shape and not is_dtensor(like) and not facts:
             expected = torch.empty_like(like, device="meta")
-        # A tensor whose elements do not lie side by side in memory, such as an expanded one, is loaded as a contiguous one.
+        # Fused updates walk through memory, so a momentum must lie as its parameter does, e.g. channels last. Strides are
+        # noted only if `unpack` would choose others. A tensor whose elements do not lie side by side in memory, such as an
+        # expanded one, is loaded as a contiguous one.
         if tensor.stride() == torch.empty_like(tensor, device="meta").stride() != expected.stride():
             facts["strides"] = list(tensor.stride())
     whole = tensor.detach()

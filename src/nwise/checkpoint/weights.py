@@ -48,6 +48,7 @@ def plain_state(module: nn.Module) -> dict[str, Tensor]:
 
 def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
     """Return the buffers of the losses of this process's stages (``losses.<stage>.<name>``), without copying."""
+    # A loss may hold a layer of the network, whose parameters are saved with the network.
     found: dict[str, Tensor] = {}
     for k in pipe.processes.here:
         for path, module in _modules_of(pipe.loss_fns[k]).items():
@@ -60,17 +61,20 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
 def made_anew(pipe: Pipeline, state: Mapping[str, Tensor]) -> list[str]:
     """Return the names in a state whose tensors are no memory of a parameter or buffer of this process."""
     losses = [module for k in pipe.processes.here for module in _modules_of(pipe.loss_fns[k]).values()]
-    own = {_memory(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers())}
-    return [name for name, tensor in state.items() if _memory(tensor) not in {None, *own} and tensor.numel()]
+    own = {None, *(_storage(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers()))}
+    return [name for name, tensor in state.items() if _storage(tensor) not in own and tensor.numel()]
 
 
-def _memory(tensor: Tensor) -> int | None:
+def _storage(tensor: Tensor) -> int | None:
     """Return where the memory of a tensor begins; None if its class may have several parts."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
 
 
 def _modules_of(loss: Any) -> dict[str, nn.Module]:
-    """Return the module that a loss is, or those that its partial, method, wrapper, function or object has under a name."""
+    """Return the modules whose buffers a loss may change, by the beginning of their names."""
+    #     nn.Module, partial(module), module.method    {"": module}
+    #     a function that reads `ema` from outside     {"ema.": ema}
+    #     an object with an attribute `ema`            {"ema.": ema}
     while not isinstance(loss, nn.Module):
         inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
         if inner is None or isinstance(inner, ModuleType):  # of a built-in function
@@ -104,6 +108,7 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
         ValueError: a name is missing or unknown, or a shape differs.
     """
     expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
+    # All names are compared before any stage is loaded: an error leaves the network as it was.
     if odd := min(expected ^ set(state), default=""):
         problem = "no" if odd in expected else "an unknown name,"
         raise ValueError(

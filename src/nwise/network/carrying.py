@@ -27,7 +27,7 @@ _FIRST = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 class _Reads(NamedTuple):
-    """Names that a piece reads."""
+    """Names that a piece reads (`_reads`)."""
 
     by_position: bool  # the output of the piece before is its first argument, not the one named `hidden`
     names: frozenset[str]
@@ -72,13 +72,16 @@ class Carrier(Chain):
             needed = self._needed[i]
             known |= _by_name(name, output)
             known = {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
-        # A hidden state that travels alone needs no name, so a plain head fits.
+        # A hidden state that travels alone needs no name, so a plain head fits, and a plain stage may come next.
         return known if len(known) > 1 else known[HIDDEN]
 
     def _first(
         self, name: str, piece: nn.Module, inputs: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], Any]:
         """Run the network's first piece on the inputs that its forward takes; return all inputs by name, and its output."""
+        # Inputs travel on under the names of the first forward's arguments, also those given by position:
+        #
+        #     forward(self, x, mask)      step(image, m)      known afterwards: x, mask, and what the piece returns
         later, signature = self._needed[0], inspect.signature(_unwrapped(piece).forward)
         own = {key: x for key, x in named.items() if self._reads[0].all or key in signature.parameters}
         if unknown := [key for key in named if key not in own and later is not None and key not in later]:
@@ -131,6 +134,7 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
     groups = group_pieces(dict(pieces), at)
     stages: list[Carrier] = []
     later: frozenset[str] | None = frozenset()
+    # From the end: a stage passes on what any stage behind it reads.
     for k, group in reversed([*enumerate(groups)]):
         stages.insert(0, Carrier(group, later, begins=k == 0, ends=not stages))
         later = _union(later, (_reads(name, piece) for name, piece in group.items()))

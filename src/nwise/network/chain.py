@@ -27,8 +27,7 @@ class Chain(nn.Module):
     ['blocks.3.weight']
     """
 
-    # Names of the inputs that come by position, if they have any.
-    input_names: Sequence[str] = ()
+    input_names: Sequence[str] = ()  # of those that come by position, if they have names
 
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -81,6 +80,7 @@ class Chain(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything; see to the buffers that would come out of it with meaningless values."""
+        # From "meta" to a device: parameters come from a file later, these buffers from nowhere.
         if emptied := emptied_buffers(self, fn):
             self.restore_later(emptied)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -90,11 +90,16 @@ class Chain(nn.Module):
         refuse_buffers(buffers)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle: a copy has pieces of its own, which are in no network."""
+        """Return the state to copy or pickle, without the network: a copy has pieces of its own."""
         return {**super().__getstate__(), "origin": None}  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self.check_origin()
+        # What a piece returns are the arguments of the next:
+        #
+        #     y         piece(y)
+        #     (y, z)    piece(y, z)
+        #     {"a": y}  piece(a=y)
         output: Any = inputs
         for path in self._paths.values():
             output = self._piece(path)(*inputs, **named)
@@ -118,6 +123,7 @@ def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dic
             suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
             raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
     starts = [0, *(names.index(name) for name in at)]
+    # The starts rise unless a name comes twice or too early, or is the first.
     if sorted(set(starts)) != starts:
         raise ValueError(
             "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "

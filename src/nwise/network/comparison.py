@@ -27,6 +27,7 @@ def refuse_difference(
     `rule` is the first sentence of an error, and `run` calls the model with the example.
     """
 
+    # Eval mode compares without gradients and without chance; training mode adds both.
     shared = {p for stage in stages for p in stage.parameters() if p.requires_grad}
     named = {name: p for name, p in model.named_parameters() if p in shared}
 
@@ -66,7 +67,8 @@ def refuse_difference(
 
 
 def _gradients(outputs: Tensors, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of a sum of outputs, with weights that no symmetry cancels; zeros where there are none."""
+    """Return the gradients of a sum of outputs; zeros where there are none."""
+    # Weighted, because a plain sum has no gradient behind a softmax or a norm: cos(0), cos(1), ... no symmetry cancels.
     roots = [y for y in outputs if y.requires_grad]
     weights = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in roots]
     none: list[Tensor | None] = [None] * len(parameters)
@@ -76,6 +78,7 @@ def _gradients(outputs: Tensors, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _other(named: Mapping[str, Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
     """Return the name of a parameter whose gradients differ by more than rounding; nothing if all agree."""
+    # Against the whole norm: a gradient that is small beside the others may consist of rounding.
     eps = max((torch.finfo(p.dtype).eps for p in named.values()), default=0.0)
     bound = eps**0.5 * math.hypot(*(float(g.norm()) for g in expected))
     pairs = zip(named, found, expected, strict=True)

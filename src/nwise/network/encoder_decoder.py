@@ -24,6 +24,7 @@ _BIAS = "position_bias"
 
 def _begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Keep the encoder's output for the blocks that follow, and embed the decoder's tokens."""
+    # Biases of the encoder are for its own positions.
     context.given[_ENCODED] = x
     context.given.pop(_BIAS, None)
     if "decoder_input_ids" not in context.given:
@@ -43,6 +44,7 @@ def _t5_begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tens
 def _t5_block(piece: nn.Module, x: Tensor, context: CallContext, decoder: bool = False) -> Tensor:
     mask, bias = context.mask(x, "decoder" if decoder else "bidirectional"), context.given.get(_BIAS)
     encoded = (context.given[_ENCODED], context.mask(x, "cross")) if decoder else ()
+    # The first block has the table of biases and makes them; it returns what later blocks get.
     x, context.given[_BIAS], _ = piece(x, mask, bias, *encoded, **context.attention())
     return x
 

@@ -38,6 +38,7 @@ def _call_on_pooled(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor
 
 
 def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    # Settings of single classes, without effect in all others: 1.0 and 0.0 change no bit.
     x = piece(x) * getattr(context.config, "embedding_multiplier", 1.0)  # Granite
     return dropout(x, getattr(context.config, "embedding_dropout", 0.0), piece.training)  # Starcoder 2
 
@@ -74,8 +75,8 @@ def _rotary_block(
 
 
 def _gemma3_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    # Gemma 3 for embeddings sees positions on both sides, as far as the window of the layer reaches.
     def also(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """See positions on both sides, as far as the window reaches."""
         full = _attention_kind(piece, context.config) == "full_attention"
         return torch.tensor(True, device=x.device) if full else abs(query - key) < context.config.sliding_window
 
@@ -154,6 +155,7 @@ def _vit(prefix: str, blocks: str = "layers", classify: Call = _call_on_first_to
     return _vision({**pieces, f"{prefix}.layernorm": run, "classifier": classify})
 
 
+# Names of the modules in the order of the forward, with how each is called. `*` runs over the blocks.
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": _GPT2,
     **{f"{name}ForCausalLM": _LLAMA for name in _LIKE_LLAMA},

@@ -51,6 +51,7 @@ class CallContext:
             packed: whether positions that begin again separate texts. Default: True.
             also: tells, from sample, head, query and key, which other pairs of positions see each other; default: none.
         """
+        # By transformers' own functions: they know the form that the chosen kernel of attention takes.
         if kind not in self._masks:
             from transformers import masking_utils
 
@@ -76,6 +77,7 @@ class CallContext:
         """Return the cosines and sines of the positions, for a kind of attention if the network has one table for each."""
         module = self.shared["rotary_emb"]
         by_kind = "layer_type" in inspect.signature(module.forward).parameters
+        # Gemma 3 has other frequencies for sliding attention; others have one table, whatever the kind.
         key = kind if by_kind else ""
         if key not in self._rotary:
             self._rotary[key] = module(x, self.positions(x), *([kind] if by_kind else []))

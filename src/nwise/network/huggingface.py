@@ -63,6 +63,7 @@ class HuggingFaceStage(Chain):
 
     def restore_later(self, buffers: Sequence[str]) -> None:
         """Compute the buffers from the configuration; the next forward sets them, when the file has been loaded."""
+        # `to_empty` is not over yet, and a file may still be loaded: hence later.
         values = computed_buffers(self.kind, self.config)
         refuse_buffers(name for name in buffers if name not in values)
         self._restored = {name: values[name] for name in buffers}
@@ -97,7 +98,10 @@ class HuggingFaceStage(Chain):
         for name, piece in self.pieces().items():
             x = self._calls[name](piece, x, context)
         passed_on = {} if self.ends else {name: given[name] for name in self.family.carried if name in given}
-        # A position is enough if no name before it is left out.
+        # A position is enough if no name before it is left out: with `carried` = (mask, positions)
+        #
+        #     both, or the mask alone    (x, mask, positions), (x, mask)
+        #     the positions alone        {"hidden_states": x, "position_ids": positions}
         if passed_on and (named or list(passed_on) != list(self.family.carried[: len(passed_on)])):
             return {HIDDEN_STATES: x, **passed_on}
         return (x, *passed_on.values()) if passed_on else x
@@ -161,6 +165,7 @@ def refuse_settings(config: Any) -> None:
 
 def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
     """Compute the buffers that are not in the state dict of a model, by name, from its class and configuration."""
+    # A second model without memory, of which only the buffers get some: their values follow from the configuration.
     with preserved():
         with torch.device("meta"):
             model: Any = kind(config)
@@ -176,6 +181,7 @@ def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
 def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
     family, config = family_for(model), cast(Any, model.config)
+    # The model's own forward runs the first `num_hidden_layers` of its blocks.
     blocks = sum(name.split(".")[-1].isdecimal() for group in groups for name in group)
     if getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks:  # of a decoder
         raise ValueError(

@@ -48,6 +48,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         batch, length, width = x_BTD.shape
+        # [B, T, 3 D] -> [B, T, 3, heads, D / heads] -> three of [B, heads, T, D / heads]
         q, k, v = self.qkv(x_BTD).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)

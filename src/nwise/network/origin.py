@@ -36,6 +36,7 @@ class Origin:
         modules = {name: model.get_submodule(name) for name in ("", *places)}
         links = [(name, *name.rpartition(".")[::2]) for name in places]
         self._links = [(name, ref(modules[owner]), key, ref(modules[name])) for name, owner, key in links]
+        # Of every module around a piece: how many children it has, and whether its instance has a forward of its own.
         self._around = [
             (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name]))
             for name in dict.fromkeys(owner for _, owner, _ in links)
@@ -44,6 +45,7 @@ class Origin:
 
     def check(self) -> None:
         """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
+        # A module that is gone cannot be changed any more.
         for name, parent, key, child in self._links:
             owner = parent()
             if owner is not None and (found := owner._modules.get(key)) is not child():
@@ -98,6 +100,7 @@ def _differs(now: Any, before: Any) -> bool:
         return False
     if not isinstance(now, Tensor) or now.shape != values.shape:
         return True
+    # A network cast to bfloat16 has other digits, but no other values: one unit of the last digit is not a change.
     near = torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
     return not now.is_meta and not torch.allclose(
         now.detach().cpu().double(), values.cpu().double(), rtol=near, atol=0.0

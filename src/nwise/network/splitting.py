@@ -113,6 +113,7 @@ def split(
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    # Every name of the network should be that of a stage; a parameter beside the children would be trained by nobody.
     if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
@@ -163,6 +164,7 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
             f"`at` should be from 1 to the network's {len(blocks)} {kind} modules, or name the modules at which stages begin. "
             f"Found {num_stages}."
         )
+    # Seven blocks in three stages begin at 0, 2 and 4: of 2, 2 and 3 blocks.
     return [blocks[k * len(blocks) // num_stages] for k in range(1, num_stages)]
 
 
@@ -188,8 +190,10 @@ def _with_functions(
     pieces: Mapping[str, nn.Module], functions: Mapping[str, Callable[..., Any]]
 ) -> dict[str, nn.Module]:
     """Insert functions as pieces; that of ``head.fc`` is ``head.before_fc``."""
-    # A function before a sequence that is cut goes before its first module.
-    first: dict[str, str] = {}
+    # A function before a sequence that is cut goes before its first module: of {"head": f} and pieces head.norm, head.fc
+    #
+    #     ..., before_head, head.norm, head.fc
+    inserted: dict[str, dict[str, nn.Module]] = {}
     for owner, function in functions.items():
         inside = [name for name in pieces if f"{name}.".startswith(f"{owner}.")]
         if not inside:
@@ -201,16 +205,10 @@ def _with_functions(
                 f"`before` should have functions without parameters. Found {function!r} before {owner!r}; a module with "
                 "parameters belongs to the network."
             )
-        first[owner] = inside[0]
-    result: dict[str, nn.Module] = {}
-    for name, piece in pieces.items():
-        for owner, function in functions.items():
-            if first[owner] == name:
-                path, _, last = owner.rpartition(".")
-                made = function if isinstance(function, nn.Module) else Function(function)
-                result[f"{path}.before_{last}".removeprefix(".")] = made
-        result[name] = piece
-    return result
+        path, _, last = owner.rpartition(".")
+        made = function if isinstance(function, nn.Module) else Function(function)
+        inserted.setdefault(inside[0], {})[f"{path}.before_{last}".removeprefix(".")] = made
+    return {k: v for name, piece in pieces.items() for k, v in {**inserted.get(name, {}), name: piece}.items()}
 
 
 def _unroll(model: nn.Module, opens: Callable[[str, nn.Module], bool], prefix: str = "") -> dict[str, nn.Module]:
@@ -240,10 +238,10 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
 
 def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    for path, module in _opened(model, pieces):
+    for who, module in _opened(model, pieces):
         if lost := _custom(module, known=is_hugging_face(model)):
             raise ValueError(
-                f"{repr(path) if path else '`model`'} should run its children in the order they were registered and do nothing "
+                f"{who} should run its children in the order they were registered and do nothing "
                 f"else, as its stages will. Found a {type(module).__name__} with a custom {lost}, whose sums, reshapes, order or "
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
                 "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
@@ -252,27 +250,28 @@ def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
 
 def _refuse_custom_modes(model: nn.Module, pieces: Iterable[str]) -> None:
     """Refuse a module whose way to change modes, such as one that keeps its norms frozen, is lost with it."""
-    for path, module in _opened(model, pieces):
+    for who, module in _opened(model, pieces):
         for name in ("train", "eval"):
             method = getattr(module, name)
             if not f"{method.__module__}.".startswith(_LIBRARIES):
                 raise ValueError(
-                    f"{repr(path) if path else '`model`'} should change modes as `nn.Module` does, because `train` and `eval` of "
+                    f"{who} should change modes as `nn.Module` does, because `train` and `eval` of "
                     f"the stages reach its children one by one. Found a {type(module).__name__} with its own `{name}`; move it "
                     "into the child whose mode it changes, or pass `unchecked=True` and set the modes yourself."
                 )
 
 
 def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose children stages hold one by one, with their names."""
+    """Return the modules whose children stages hold one by one, with their names in an error."""
     opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
-    return [(path, model.get_submodule(path)) for path in ["", *sorted(opened)]]
+    return [("`model`", model), *((repr(path), model.get_submodule(path)) for path in sorted(opened))]
 
 
 def _custom(module: nn.Module, *, known: bool) -> str:
     """Return a method that may run the children otherwise, "" for none; with `known`, transformers' forwards may."""
     kind, is_list = type(module), _is_list(module)
-    # The classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
+    # A list has no forward, so what its own `__iter__` or `items` yields decides; a sequence runs what `__iter__` yields. The
+    # classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
     runs = kind.forward in _RUNS_CHILDREN or is_list or (known and kind.forward.__module__.startswith("transformers."))
     if "forward" in vars(module) or not runs:
         return "forward"

@@ -27,6 +27,7 @@ def untie(model: nn.Module) -> list[str]:
     >>> untie(nn.Sequential(a, b))
     ['1.weight']
     """
+    # `seen` has every tensor and module that is in its first place.
     new: list[str] = []
     _copy_second_places(model, "", set(), new)
     for part in model.modules():
@@ -63,6 +64,7 @@ def refuse_tied(stages: Sequence[nn.Module], tied: str) -> None:
     """Raise ValueError if stages share a parameter or buffer, unless `tied` is ``"sum"`` and they are the first and the last."""
     if tied not in ("refuse", "sum"):
         raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
+    # `tied="sum"` is for the embedding of the first stage and the output matrix of the last, whose gradients are added.
     ends = (0, len(stages) - 1)
     places: dict[Tensor, tuple[int, str]] = {}
     for k, stage in enumerate(stages):

@@ -21,6 +21,7 @@ def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
     >>> list(unsaved_buffers(module))
     ['steps']
     """
+    # By the state dict, not by torch's list of such buffers: a module may leave out others by a hook.
     saved = module.state_dict()
     return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in saved}
 

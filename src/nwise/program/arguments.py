@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Tensors, call, names
+
+if TYPE_CHECKING:
+    from nwise.capture.capture import Capture
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -305,3 +308,22 @@ def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -
     """Warn of a window that is wider than the network; `stacklevel` counts from the caller of this function."""
     if (text := strategy.caution(num_stages)) is not None:
         warnings.warn(text, stacklevel=1 + stacklevel)
+
+
+def capture_of(losses: Sequence[LossFn], processes: Processes, compression: object, always: bool) -> Capture:
+    """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
+    size, ranks = processes.size, processes.num_ranks
+    others = {
+        f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
+        "`compress`; leave it out": compression is not None,
+        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
+    }
+    if any(others.values()):
+        found = next(name for name, is_given in others.items() if is_given)
+        raise ValueError(
+            "A captured pipeline should have whole stages without replicas, messages without compression, and few checks. "
+            f"Found {found}."
+        )
+    from nwise.capture.capture import Capture
+
+    return Capture(losses)

@@ -53,16 +53,10 @@ _AHEAD = 2  # receives posted in advance
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One end of a channel.
+    """One end of a channel."""
 
-    Args:
-        group: process group of one direction.
-        peer: rank of the other end.
-        device: device of the tensors.
-    """
-
-    group: ProcessGroup
-    peer: int
+    group: ProcessGroup  # of one direction
+    peer: int  # rank of the other end
     device: torch.device
 
     @property
@@ -82,11 +76,7 @@ class LostPeer(RuntimeError):
 
 
 class Sender:
-    """The end that sends.
-
-    Attributes:
-        num_bytes: number of bytes sent in the present call without headers, by kind of the receive.
-    """
+    """The end that sends; `num_bytes` counts the bytes of the present call without headers, by kind of the receive."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._ledger = link, Ledger()
@@ -103,15 +93,9 @@ class Sender:
         self.num_bytes = dict.fromkeys(SENDS.values(), 0)
 
     def send(self, key: Key, tensors: Sequence[Tensor], parts: Tensors) -> Form:
-        """Send the next message of the plan, and wait for the same one of an earlier cycle.
+        """Send the next message of the plan, and wait for the same one of an earlier cycle; return its form.
 
-        Args:
-            key: its name.
-            tensors: the tensors that it is about.
-            parts: the tensors that travel instead; the same without compression.
-
-        Returns:
-            The form of the message.
+        What travels are `parts`, which are the `tensors` themselves without compression.
 
         Raises:
             ValueError: the tensors have another form than those of an earlier message for equal shapes, or something has changed
@@ -122,6 +106,7 @@ class Sender:
         message = next(self._next, None)
         if message is None or message.key != key:
             raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
+        # `enter` gives the message its form, so its tag, which tells the other end that a header comes first, is taken before.
         form = message.form or self._ledger.form(message)
         tag, header = _tag(message), cast(Tensors, ())
         if form is None:
@@ -148,12 +133,14 @@ class Sender:
         # The group's own call, because `dist.isend` would look up the group and the peer again.
         works = [_transport(link.peer, link.group.send, [t], link.peer, tag) for t in kept]
         self._on_the_way.append((kept, works))
-        # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one.
+        # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one. With
+        # 3 messages a cycle and a travel of 1 call, 6 may be on their way; the 7th waits for the first.
         if len(self._on_the_way) > (1 + plan.travel) * plan.size:
             _wait(self._on_the_way.popleft()[1], link.peer)
 
     def flush(self) -> None:
         """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
+        # The receiver has posted the same: both know from their ledgers alone what lies beyond the call.
         if self._ledger.steady and self._link.early:
             for message in itertools.islice(self._ledger.ahead(), _AHEAD):
                 form = self._ledger.form(message)
@@ -168,16 +155,10 @@ class Sender:
 
 
 class Posted(NamedTuple):
-    """A receive that the transport knows of.
-
-    Args:
-        message: the message.
-        tensors: memory for what travels; for the header if its form is not known.
-        works: the receives.
-    """
+    """A receive that the transport knows of."""
 
     message: Expected
-    tensors: Tensors
+    tensors: Tensors  # memory for what travels; for the header if its form is not known
     works: list[Any]
 
 
@@ -214,17 +195,17 @@ class Receiver:
         """Post the next receives until `count` are posted."""
         posted = self._posted
         while len(posted) < count and self._link.early and not (posted and posted[-1].message.form is None):
-            message = self._upcoming()
-            if message is None:
+            if not self._post():
                 break
-            posted.append(self._post(message))
 
-    def _upcoming(self) -> Expected | None:
-        return self._due.popleft() if self._due else next(self._ahead, None)
-
-    def _post(self, message: Expected) -> Posted:
-        form = self._ledger.form(message)
-        return Posted(message, *self._receive((HEADER,) if form is None else form.parts, _tag(message)))
+    def _post(self) -> bool:
+        """Post the receive of the next message; return whether there is one."""
+        message = self._due.popleft() if self._due else next(self._ahead, None)
+        if message is not None:
+            form = self._ledger.form(message)
+            works = self._receive((HEADER,) if form is None else form.parts, _tag(message))
+            self._posted.append(Posted(message, *works))
+        return message is not None
 
     def _receive(self, specs: Specs, tag: int) -> tuple[Tensors, list[Any]]:
         link = self._link
@@ -240,9 +221,8 @@ class Receiver:
     def _take_next(self) -> None:
         """Wait for the next message of the plan and keep it."""
         if not self._posted:
-            message = self._upcoming()
-            assert message is not None, "a message is taken in the call that sends it, or later"
-            self._posted.append(self._post(message))
+            posted = self._post()
+            assert posted, "a message is taken in the call that sends it, or later"
         message, tensors, works = self._posted.popleft()
         form = message.form
         if form is None:
@@ -250,6 +230,7 @@ class Receiver:
             form = self._ledger.enter(message, self._read(message, tensors, works))
             tensors, works = self._receive(form.parts, tag)
         self._missing -= 1
+        # Before the wait: if this rank is the slower one, its peer's next message finds memory to land in.
         self.post(1)
         _wait(works, self._link.peer)
         self._arrived[message.key].append((tensors, form))
@@ -258,7 +239,7 @@ class Receiver:
         """Wait for the header of a message; return the specs in it, none for no mini-batch."""
         _wait(works, self._link.peer)
         content = read_header(header[0])
-        if isinstance(content, int):
+        if isinstance(content, int):  # the length of a header that does not fit into 1024 bytes, which follows
             rest, works = self._receive((Spec((content,), HEADER.dtype),), _tag(message))
             _wait(works, self._link.peer)
             content = read_header(rest[0])
@@ -313,7 +294,7 @@ def _tag(message: Expected) -> int:
 
 @lru_cache(maxsize=1024)
 def _label_tag(label: Label) -> int:
-    return derive(repr(label)) & 0x7FFF_FFFF
+    return derive(repr(label)) & 0x7FFF_FFFF  # a tag has 31 bits
 
 
 def _what(key: Key) -> str:

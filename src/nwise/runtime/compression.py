@@ -119,6 +119,7 @@ class TopK:
         self._share = Fraction(share)
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
+        # A fraction, because 0.07 * 100 is above 7 in floats, and both ends must find one number.
         count = math.ceil(self._share * math.prod(spec.shape))
         return Spec((count,), spec.dtype), Spec((count,), torch.int32)
 
@@ -171,18 +172,11 @@ _NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat
 
 
 class Wire:
-    """The form in which messages travel from and to the stages of a process.
-
-    Args:
-        compression: the compression; None to send tensors as they are.
-
-    Attributes:
-        errors: values that earlier messages left out, by sender.
-    """
+    """The form in which messages travel from and to the stages of a process; None sends tensors as they are."""
 
     def __init__(self, compression: Compression | None) -> None:
         self.compression = compression
-        self.errors: dict[Hashable, Tensor] = {}
+        self.errors: dict[Hashable, Tensor] = {}  # what earlier messages left out, by sender
 
     def specs(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
         """Return the shapes and dtypes that travel instead of tensors."""
@@ -194,10 +188,8 @@ class Wire:
     def compress(self, sender: Hashable, tensors: Sequence[Tensor], absent: Container[int] = ()) -> Tensors:
         """Return the parts that travel instead of tensors.
 
-        Args:
-            sender: name under which the errors are kept for the next message; None for a message without feedback.
-            tensors: the tensors.
-            absent: indices of tensors that stand for None; their errors stay for a later message.
+        Errors are kept for the next message of a `sender`; without one there is no feedback. The tensors with the indices
+        `absent` stand for None; their errors stay for a later message.
         """
         rule = self.compression
         if rule is None:
@@ -219,6 +211,12 @@ class Wire:
         if error is not None and make_spec(error) == spec:
             tensor = tensor + error
         parts = rule.compress(tensor)
+        # Error feedback, top-1 of two values: what a message leaves out is added to the next one.
+        #
+        #     gradient    error before    sent        error after
+        #     [3, 2]      [0, 0]          [3, 0]      [0, 2]
+        #     [1, 0]      [0, 2]          [0, 2]      [1, 0]
+        #
         # Without `nan_to_num` a single nan or infinite value would stay forever.
         self.errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
         return parts
@@ -236,10 +234,9 @@ class Wire:
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
         """Compress and restore tensors on their way to a stage of the same process; names and None stay."""
         assert self.compression is not None
-        arrived: list[Tensor | None] = []
-        for i, t in enumerate(tensors):
-            key = None if sender is None else (sender, i)
-            arrived.append(
-                None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
-            )
+        keys = [None if sender is None else (sender, i) for i in range(len(tensors))]
+        arrived = [
+            None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
+            for key, t in zip(keys, tensors, strict=True)
+        ]
         return with_names(cast(Tensors, arrived), names(cast(Tensors, tensors)))

@@ -21,10 +21,9 @@ from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
 from nwise.runtime.executor import Executor, Memory, Tell
 from nwise.runtime.ledger import same
 from nwise.runtime.messages import Messages, forwards_alone, messages_of
-from nwise.runtime.processes import Processes
+from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.snapshot import restored_on_error
-from nwise.runtime.watch import Doing
 from nwise.runtime.written import Written
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule

@@ -23,10 +23,9 @@ from nwise.runtime.compression import Wire
 from nwise.runtime.ledger import Exchanged, make_labels
 from nwise.runtime.mail import Mail
 from nwise.runtime.messages import Arc, Messages, Segment, messages_of
-from nwise.runtime.processes import Processes
+from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import Form, packed, unpacked
-from nwise.runtime.watch import Doing
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage

@@ -88,6 +88,7 @@ def _leave() -> None:
 
 def backend_for(device: torch.device) -> str:
     """Return the backend of a new group for tensors on a device: the default group's, or torch's choice if that has none."""
+    # "cpu:gloo,cuda:nccl" -> {"cpu": "gloo", "cuda": "nccl"}
     chosen = dict(one.split(":") for one in dist.get_backend_config().split(","))
     return chosen.get(device.type) or dist.get_default_backend_for_device(device)
 
@@ -97,16 +98,12 @@ def exchange(
 ) -> list[Any]:
     """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks.
 
-    Args:
-        store: store that all ranks share.
-        key: name of this exchange, used once.
-        rank, size: this process's rank, and the number of processes.
-        value: this rank's value.
-        check: function that raises if waiting has become useless, called during the wait; default: none.
+    A `key` is used once. During the wait `check` raises if it has become useless.
 
     Raises:
         RuntimeError: another rank has not come in time.
     """
+    # Through the store, not by a collective: a rank that waits here still hears of an error of another (`check`).
     store.set(f"{key}/{rank}", json.dumps(value))
     deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001  # type: ignore[attr-defined]  # it is there
     for other in range(size):
@@ -123,12 +120,7 @@ def exchange(
 
 
 def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless all ranks have the same values.
-
-    Args:
-        everywhere: the values of every rank, by name; one that is None does not count.
-        remedies: what to change, by name; default: to give all ranks the same.
-    """
+    """Raise ValueError unless all ranks have the same values, by name; None does not count. A remedy says what to change."""
     for name in everywhere[0]:
         given = [(rank, values[name]) for rank, values in enumerate(everywhere) if values[name] is not None]
         for rank, value in given[1:]:
@@ -140,11 +132,7 @@ def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, s
 
 
 def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of all processes, or check one.
-
-    Args:
-        num_stages: number of stages, A.
-        mesh: mesh to check; None for a new one, with a rank for every stage if there are enough processes.
+    """Return a mesh of all processes, with a rank for every stage if there are enough; or check the one that is given.
 
     Raises:
         ValueError: the number of processes or the mesh does not fit the stages.
@@ -158,6 +146,7 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
                 f"Found {size}; cut the network into another number of stages (a recipe by `--cut`, as in `--cut 2 2`), or start "
                 f"{num_stages}."
             )
+        # 8 processes and 4 stages: 4 ranks of "pp" by 2 of "dp". 3 processes and 4 stages: 3 ranks, one with two stages.
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda":
             choose_gpu(local_gpu())

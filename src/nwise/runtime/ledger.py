@@ -47,13 +47,8 @@ class Labels(tuple[Label, ...]):
 
 
 def make_labels(inputs: Sequence[Tensors], autocast: torch.dtype | None, known: Labels) -> Labels:
-    """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal.
-
-    Args:
-        inputs: the model's inputs, per micro-batch.
-        autocast: dtype of autocast, if it is on.
-        known: labels of an earlier mini-batch; one object is compared with itself at once.
-    """
+    """Return the labels of a mini-batch's micro-batches, as the same object as `known` if they are equal."""
+    # One object: every channel compares the labels of each call, and an object equals itself at once.
     labels = Labels((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
     return known if labels == known else labels
 
@@ -65,19 +60,13 @@ def same(specs: Specs) -> Specs:
 
 @dataclass(frozen=True)
 class MessagePlan:
-    """The messages of a channel in one pass through the lists.
+    """The messages of a channel in one pass through the lists."""
 
-    Args:
-        calls: for every call of the cycle its messages in the order of their sends: name, and age of the mini-batch.
-        travel: largest number of calls between a send and its receive; default: 0.
-        digest: hash of the lists; default: none.
-        parts: function from the specs of a message's tensors to those of the tensors that travel; default: the same.
-    """
-
+    # For every call of the cycle its messages in the order of their sends: name, and age of the mini-batch.
     calls: tuple[tuple[tuple[Key, int], ...], ...] = ((),)
-    travel: int = 0
-    digest: str = ""
-    parts: Callable[[Specs], Specs] = same
+    travel: int = 0  # largest number of calls between a send and its receive
+    digest: str = ""  # hash of the lists
+    parts: Callable[[Specs], Specs] = same  # from the specs of tensors to those of what travels
 
     @cached_property
     def size(self) -> int:
@@ -90,29 +79,19 @@ NOTHING = MessagePlan()
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A message that is to come.
-
-    Args:
-        key: its name.
-        label: what its form follows from; None if it always follows a header.
-        form: its form; None until both ends know it.
-    """
+    """A message that is to come."""
 
     key: Key
-    label: tuple[Kind, int, Label] | None
-    form: Form | None = None
+    label: tuple[Kind, int, Label] | None  # what its form follows from; None if it always follows a header
+    form: Form | None = None  # None until both ends know it
 
 
 class Ledger:
-    """The messages of a channel in their order, and the forms of those that have had a header.
-
-    Attributes:
-        plan: the present plan.
-        steady: whether the present call has the plan and the shapes of the one before it.
-    """
+    """The messages of a channel in their order, and the forms of those that have had a header."""
 
     def __init__(self) -> None:
-        self.plan, self.steady = NOTHING, False
+        self.plan = NOTHING  # the present one
+        self.steady = False  # whether the present call has the plan and the shapes of the one before it
         self._window: Window = ()
         self._call = 0  # the next one
         self._messages: dict[int, list[Expected]] = {}
@@ -127,13 +106,7 @@ class Ledger:
         return (self.steady or plan != self.plan) and not self.follows(plan, window, call)
 
     def begin(self, plan: MessagePlan, window: Window, call: int) -> list[Expected]:
-        """Begin a call; return its messages.
-
-        Args:
-            plan: the plan.
-            window: the labels of the mini-batches.
-            call: index of the call in the cycle.
-        """
+        """Begin a call, given by its index in the cycle; return its messages."""
         self.steady = self.follows(plan, window, call)
         if not self.steady:
             self.plan, self._window, self._messages = plan, window, {}
@@ -167,6 +140,7 @@ class Ledger:
     def enter(self, message: Expected, specs: Specs) -> Form:
         """Note the form of a message that has a header."""
         form = Form(specs, self.plan.parts(specs))
+        # Both ends enter and forget at the same places, so neither expects a header that the other leaves out.
         if message.label is not None:
             message.form = self._forms[message.label] = form
             if len(self._forms) > _MOST_FORMS:
@@ -178,12 +152,7 @@ class Ledger:
         return [*self._facts(message), to_json(specs)]
 
     def specs(self, message: Expected, header: Any, peer: int) -> Specs:
-        """Return the specs in the header of a message.
-
-        Args:
-            message: the message.
-            header: content of the header.
-            peer: rank that wrote it.
+        """Return the specs in the header of a message, which rank `peer` wrote.
 
         Raises:
             ValueError: that rank has another schedule, or another mini-batch.
@@ -204,6 +173,8 @@ class Ledger:
 
     def _facts(self, message: Expected) -> list[Any]:
         """Return what both ends should have alike."""
+        #     [digest of the lists, [specs of the micro-batch's inputs, autocast]]        and then the specs of the message
+        #     ["9f2c...", [[[[4, 2], "float32", "x"]], ""]]                               a header, without them
         if message.label is None:
             return [self.plan.digest, None]
         inputs, autocast = message.label[2]
@@ -212,17 +183,11 @@ class Ledger:
 
 @dataclass(slots=True)
 class Exchanged:
-    """What a rank knows of a mini-batch that it exchanges with others.
+    """What a rank knows of a mini-batch that it exchanges with others."""
 
-    Args:
-        flows: flow of each micro-batch.
-        labels: what the forms of each micro-batch's messages follow from.
-        forms: forms of the activations that its stages have got from other ranks or given to them, by (receiving stage,
-            micro-batch).
-    """
-
-    flows: Sequence[Flow] = ()
+    flows: Sequence[Flow] = ()  # of each micro-batch
     labels: Labels = field(default_factory=Labels)
+    # Of the activations that its stages have got from other ranks or given to them, by (receiving stage, micro-batch).
     forms: dict[tuple[int, int], Form] = field(default_factory=dict)
 
     def note(self, key: Key, form: Form) -> None:
@@ -244,10 +209,7 @@ class Exchanged:
 
 def _words(batch: Any) -> str:
     """Describe what the inputs of a micro-batch look like in a header."""
-    if batch is None:
-        return "nothing"
-    inputs, autocast = batch
-    return _described(from_json(inputs), autocast)
+    return "nothing" if batch is None else _described(from_json(batch[0]), batch[1])
 
 
 def _described(inputs: Specs, autocast: str) -> str:

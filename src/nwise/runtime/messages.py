@@ -25,48 +25,29 @@ from nwise.schedule.schedule import Schedule
 
 
 class Arc(NamedTuple):
-    """One end of a message.
+    """One end of a message."""
 
-    Args:
-        action: the send or the receive, as a recorder sees it.
-        key: name of the message.
-        peer: rank at the other end.
-        travel: number of calls from the send to the receive.
-    """
-
-    action: Action
-    key: Key
-    peer: int
-    travel: int
+    action: Action  # the send or the receive, as a recorder sees it
+    key: Key  # name of the message
+    peer: int  # rank at the other end
+    travel: int  # number of calls from the send to the receive
 
 
 class Segment(NamedTuple):
-    """Computations of a rank between two messages.
+    """Computations of a rank between two messages."""
 
-    Args:
-        receives: what to receive before them.
-        tasks: numbers of the tasks.
-        send: what to send after them; None if the next segment begins with a receive, or the call ends.
-    """
-
-    receives: Sequence[Arc]
-    tasks: Sequence[int]
-    send: Arc | None
+    receives: Sequence[Arc]  # before them
+    tasks: Sequence[int]  # their numbers
+    send: Arc | None  # after them; None if the next segment begins with a receive, or the call ends
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages of a rank in one cycle of calls, and the work between them.
+    """The messages of a rank in one cycle of calls, and the work between them."""
 
-    Args:
-        segments: the computations of each call, in order.
-        updates: the updates of each call, which follow them.
-        outgoing, incoming: plans of the channels, by the other rank.
-    """
-
-    segments: Sequence[Sequence[Segment]] = ()
-    updates: Sequence[Sequence[Action]] = ()
-    outgoing: Mapping[int, MessagePlan] = field(default_factory=dict)
+    segments: Sequence[Sequence[Segment]] = ()  # of each call, in order
+    updates: Sequence[Sequence[Action]] = ()  # of each call, which follow the segments
+    outgoing: Mapping[int, MessagePlan] = field(default_factory=dict)  # by the other rank, as `incoming`
     incoming: Mapping[int, MessagePlan] = field(default_factory=dict)
 
 
@@ -95,6 +76,7 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
             tuple((sends[t].key, tasks[t].age) for t in lists[sender] if t in sends and sends[t].peer == receiver)
             for lists in schedule.lists
         ]
+        # A bound: a receiver that works on a mini-batch of age 2 may take its message two calls after the send.
         travel = max(tasks[task].age for task in schedule.by_rank[receiver])
         return MessagePlan(tuple(calls), travel, schedule.digest, parts)
 
@@ -108,6 +90,10 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
 
 def _segments(tasks: Sequence[int], receives: Mapping[int, list[Arc]], sends: Mapping[int, Arc]) -> list[Segment]:
     """Split a rank's computations at its messages."""
+    # A segment begins at a task that receives, and behind one that sends:
+    #
+    #     tasks       F0(0) sends   F0(1) sends   B0(0) receives   W0(0)
+    #     segments    [F0(0)]       [F0(1)]       [B0(0)            W0(0)]
     first = [i for i, task in enumerate(tasks) if not i or task in receives or tasks[i - 1] in sends]
     parts = [tasks[begin:end] for begin, end in pairwise([*first, len(tasks)])]
     return [Segment(receives.get(part[0], []), part, sends.get(part[-1])) for part in parts]

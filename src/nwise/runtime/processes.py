@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, NoReturn, cast, final
+from typing import Any, NamedTuple, NoReturn, cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.randomness import derive, seeded
-from nwise.runtime.absent import Progress, watch_absent
+from nwise.runtime.absent import Progress
 from nwise.runtime.channel import Receiver, Sender
-from nwise.runtime.launch import check_same
-from nwise.runtime.watch import Doing
-from nwise.schedule.placement import Placement
+from nwise.runtime.launch import check_same, launched, time_limit
+from nwise.schedule.actions import SENDS, Action, Kind, describe
+from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Tensors
 
 __all__ = ["Processes"]
@@ -31,9 +31,35 @@ _REMEDIES = {
     "target": _SHUFFLE,
 }
 
-
 # The attributes of `Processes` that say which process this is.
 FACTS = ("placement", "place", "rank", "size", "replica", "num_replicas", "ranks")
+
+
+_WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
+
+
+class Doing(NamedTuple):
+    """The present action of a rank.
+
+    Args:
+        step: number of the mini-batch.
+        action: the action, from the stage's list.
+        since: start of the action in seconds of `time.perf_counter`.
+        over: whether the action is done and the user's `on_action` is running; default: False.
+    """
+
+    step: int
+    action: Action
+    since: float
+    over: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank may be waiting for another."""
+        return self.action.kind in _WAITS and not self.over
+
+    def __str__(self) -> str:
+        return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
 class Processes:
@@ -254,42 +280,12 @@ class Copied(Processes):
     new_group = replicas_group = begin = watched = telling = compare = set_beat = before_close = cast(Any, _refuse)
 
 
-class RemoteModule(nn.Module):
-    """Stands for a stage or head, named `what`, that the process of another rank holds."""
+def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:
+    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several."""
+    if launched():
+        from nwise.runtime.world import World
 
-    def __init__(self, what: str, rank: int) -> None:
-        super().__init__()
-        self.what, self.rank = what, rank
-
-    def forward(self, *inputs: Tensor) -> NoReturn:
-        """Raise RuntimeError: only the process that holds the module can call it."""
-        raise RuntimeError(f"{self.what} should be called on rank {self.rank}, which holds it. Found a call elsewhere.")
-
-    def extra_repr(self) -> str:
-        return f"{self.what}, on rank {self.rank}"
-
-
-def build_modules(
-    given: Sequence[nn.Module | Callable[[], nn.Module] | None], what: str, processes: Processes, seed: int
-) -> list[nn.Module | None]:
-    """Build the modules that this process holds, and put a `RemoteModule` in every other place.
-
-    Each function draws from its own seed, so it builds the same module in every process.
-
-    Args:
-        given: one module for each stage, a function that makes it, or None.
-        what: kind of the modules, for their names and seeds, such as ``"stage"``.
-        processes: the processes.
-        seed: seed of the run.
-    """
-    modules: list[nn.Module | None] = []
-    for k, item in enumerate(given):
-        if item is not None and k not in processes.here:
-            rank = processes.stage_rank(k)
-            modules.append(RemoteModule(f"{what} {k}", rank))
-            if isinstance(item, nn.Module):
-                watch_absent(item, f"{what} {k}", rank, processes.progress)
-        else:
-            with seeded(derive(seed, what, k)):
-                modules.append(item if item is None or isinstance(item, nn.Module) else item())
-    return modules
+        return World(num_stages, placement, mesh, time_limit(timeout))
+    ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
+    make_placement(placement, num_stages, ranks)  # one process refuses the same placements
+    return Processes(num_stages)

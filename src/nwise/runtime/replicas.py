@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from nwise.dtensor import is_dtensor
 from nwise.looks import is_due
 from nwise.randomness import derive
 from nwise.stage.stage import Stage
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 2**22  # size of one sum: large enough to outweigh its latency, small enough to begin early
 
@@ -103,7 +105,10 @@ class Replicas:
 
     def _begin(self, parameters: list[Tensor]) -> None:
         # Flags of the parameters travel along: a sum must not wait for a gradient that one replica lacks. Any number but 0 means
-        # yes, whatever the precision of the sum.
+        # yes, whatever the precision of the sum. Two parameters, of which only the first has a gradient here:
+        #
+        #     gradient of p0 | zeros for p1 | p0: present, sparse | p1: present, sparse | 32 flags of modes (`_flags`)
+        #                                     1        0            0        0
         kind, gradients = _kind(parameters[0]), [p.grad if p.requires_grad else None for p in parameters]
         flags = [
             float(flag) for p, g in zip(parameters, gradients, strict=True) for flag in (g is not None, _is_sparse(g))
@@ -117,7 +122,7 @@ class Replicas:
 
     def sum_statistics(self) -> None:
         """Sum what deferred batch norms have collected over the replicas, each of which has a part of the mini-batch."""
-        for _, part in _parts(self._stage):
+        for part in _parts(self._stage).values():
             for module in part.modules():
                 if isinstance(module, DeferredBatchNorm):
                     module.sum_over(self._group)
@@ -131,7 +136,13 @@ class Replicas:
         for parameters, flat, work in self._begun:
             work.wait()
             own = len(self._flags)
-            self._compare(flat[-own:].tolist())
+            alike = flat[-own:].tolist()
+            if any(yes and no for yes, no in zip(alike[::2], alike[1::2], strict=True)):
+                raise ValueError(
+                    f"All replicas of stage {self._stage.index} should have the same trainable parameters and modes. Found "
+                    "others on some ranks; freeze parameters and call `train` and `eval` alike in all replicas."
+                )
+            # The layout of `_begin`, read from its end, and then the values from its beginning.
             place, flags = 0, flat[-own - 2 * len(parameters) : -own].view(-1, 2).tolist()
             for parameter, (present, sparse) in zip(parameters, flags, strict=True):
                 size = _local(parameter.detach()).numel()
@@ -146,6 +157,7 @@ class Replicas:
         self._begun.clear()
         if self._sparse:
             self._sum_sparse()
+        # Those of earlier steps, which are summed already. In place where it can be: the caller may hold the tensor.
         for parameter, gradient in self._before:
             if parameter.grad is None or (gradient.layout is parameter.grad.layout is torch.strided):
                 parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -153,34 +165,41 @@ class Replicas:
                 parameter.grad = parameter.grad + gradient if _is_sparse(gradient) else gradient + parameter.grad
         self._before = []
 
-    def _compare(self, flags: list[float]) -> None:
-        """Raise ValueError if a flag and its opposite are set in two replicas."""
-        if any(yes and no for yes, no in zip(flags[::2], flags[1::2], strict=True)):
-            raise ValueError(
-                f"All replicas of stage {self._stage.index} should have the same trainable parameters and modes. Found others on "
-                "some ranks; freeze parameters and call `train` and `eval` alike in all replicas."
-            )
-
     def _sum_sparse(self) -> None:
         """Sum the gradients of parameters that some replica has as sparse tensors, by the indices that they have."""
         mine = [None if p.grad is None else p.grad.detach().cpu() for p in self._sparse]
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, mine, group=self._group)
-        for parameter, gradients in zip(self._sparse, zip(*parts, strict=True), strict=True):
+        parts = zip(*_gathered(self._group, mine), strict=True)
+        for parameter, gradients in zip(self._sparse, parts, strict=True):
             present = sorted((g for g in gradients if g is not None), key=_is_sparse)  # torch adds sparse to dense only
             if present:
                 parameter.grad = reduce(torch.add, present).to(parameter.device)
 
 
-def _parts(stage: Stage) -> list[tuple[str, nn.Module]]:
-    """Return the main part of a stage and its head, if it has one, with their names."""
-    head = () if stage.head is None else (("head", stage.head),)
-    return [("stage", stage.module), *head]
+def _parts(stage: Stage) -> dict[str, nn.Module]:
+    """Return the main part of a stage and its head, if it has one, by name."""
+    return {"stage": stage.module} | ({} if stage.head is None else {"head": stage.head})
+
+
+def _named(stage: Stage, of: Callable[[nn.Module], Iterable[tuple[str, T]]]) -> list[tuple[str, T]]:
+    """Return what the parts of a stage have, such as parameters, by name."""
+    return [(f"{owner}.{name}", x) for owner, part in _parts(stage).items() for name, x in of(part)]
+
+
+def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
+    """Return the values of all replicas, by rank."""
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, value, group=group)
+    return everywhere
 
 
 def _flags(stage: Stage) -> list[float]:
     """Return 16 bits of a digest of what the caller may change, each with its opposite."""
-    parts = [part for _, part in _parts(stage)]
+    # A sum over replicas tells whether they are equal: where two bits differ, both the bit and its opposite are above 0.
+    #
+    #     replica 0   1 0   0 1            1 0   0 1
+    #     replica 1   1 0   0 1            0 1   0 1
+    #     sum         2 0   0 2   alike    1 1   0 2   not alike
+    parts = _parts(stage).values()
     trainable = [p.requires_grad for part in parts for p in part.parameters()]
     digest = derive(repr((trainable, [module.training for part in parts for module in part.modules()])))
     return [float(bit) for i in range(16) for bit in (digest >> i & 1, ~digest >> i & 1)]
@@ -193,28 +212,21 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
         ValueError: they have other parameters, modes, options or losses, or a mesh splits parameters over the replicas.
     """
     facts = {}
-    tensors: dict[str, Tensor] = {}
-    buffers = {}
-    for owner, part in _parts(stage):
-        for name, p in part.named_parameters():
-            tensors[f"{owner}.{name}"] = p
-            facts[f"parameter {owner}.{name}"] = (
-                f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+    parameters = _named(stage, lambda part: part.named_parameters())
+    own_buffers = _named(stage, lambda part: part.named_buffers())
+    for name, p in parameters:
+        facts[f"parameter {name}"] = f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
+        if is_dtensor(p) and "dp" in (p.device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"Parameters should be whole in every replica. Found {name} of stage {stage.index} split over the mesh's "
+                "dimension 'dp'; split it over 'tp' only."
             )
-            if is_dtensor(p) and "dp" in (p.device_mesh.mesh_dim_names or ()):
-                raise ValueError(
-                    f"Parameters should be whole in every replica. Found {owner}.{name} of stage {stage.index} split over the "
-                    "mesh's dimension 'dp'; split it over 'tp' only."
-                )
-        for name, module in part.named_modules():
-            facts[f"mode of {owner}.{name}"] = "training" if module.training else "evaluation"
-            facts[f"options of {owner}.{name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
-        for name, b in part.named_buffers():
-            tensors[f"{owner}.{name}"] = b
-            buffers[f"{owner}.{name}"] = f"{list(b.shape)}, {b.dtype}"
+    for name, module in _named(stage, lambda part: part.named_modules()):
+        facts[f"mode of {name}"] = "training" if module.training else "evaluation"
+        facts[f"options of {name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
     facts["loss"] = _options(stage.loss_fn)
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, (facts, buffers), group=group)
+    buffers = {name: f"{list(b.shape)}, {b.dtype}" for name, b in own_buffers}
+    everywhere = _gathered(group, (facts, buffers))
     ranks = dist.get_process_group_ranks(group)
     first, first_buffers = everywhere[0]
     for rank, (other, _) in zip(ranks[1:], everywhere[1:], strict=True):
@@ -224,7 +236,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
                     f"All replicas of stage {stage.index} should be alike. Found {name}: {first.get(name, 'none')} on rank "
                     f"{ranks[0]} and {other.get(name, 'none')} on rank {rank}; build them by the same code on all ranks."
                 )
-    for name, tensor in tensors.items():
+    for name, tensor in (*parameters, *own_buffers):
         # A buffer that is no state, such as a table that grows with the input, may have other shapes elsewhere.
         shape = first_buffers.get(name)
         if tensor.numel() and all(found.get(name) == shape for _, found in everywhere):
@@ -237,14 +249,11 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
 
 def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     """Raise ValueError if the replicas of a stage have other parameters: all make the same updates from the same values."""
-    named = [
-        (f"{owner}.{name}", _local(p.detach()))
-        for owner, part in _parts(stage)
-        for name, p in part.named_parameters()
-        if p.numel()
-    ]
+    named = [(name, _local(p.detach())) for name, p in _named(stage, lambda part: part.named_parameters()) if p.numel()]
     if not named:
         return
+    # One message for all: the sum of each parameter's bits. The largest of the sums and of their negatives, the smallest, agree
+    # only if all sums do.
     sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
     both = torch.cat([sums, -sums])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
@@ -271,14 +280,13 @@ def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
 def warn_of_buffers(group: dist.ProcessGroup, stage: Stage) -> bool:
     """Warn if the replicas of a stage have other buffers, which their forwards have moved; return whether they have."""
     mine = {}
-    for owner, part in _parts(stage):
-        saved = part.state_dict()  # other buffers, such as tables that grow with the input, may differ
-        for name, b in part.named_buffers():
-            if name in saved and b.layout is torch.strided and not b.is_complex():
-                values = b.detach().double().nan_to_num()
-                mine[f"{owner}.{name}"] = float(values.sum()), float(values.abs().sum())
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, mine, group=group)
+    # Other buffers, such as tables that grow with the input, may differ.
+    saved = {name for name, _ in _named(stage, lambda part: part.state_dict().items())}
+    for name, b in _named(stage, lambda part: part.named_buffers()):
+        if name in saved and b.layout is torch.strided and not b.is_complex():
+            values = b.detach().double().nan_to_num()
+            mine[name] = float(values.sum()), float(values.abs().sum())
+    everywhere = _gathered(group, mine)
     found = [
         name
         for name, (total, size) in mine.items()

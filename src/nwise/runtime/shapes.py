@@ -86,15 +86,10 @@ def describe(specs: Sequence[Spec]) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What the tensors of a message look like.
-
-    Args:
-        specs: their specs.
-        parts: specs of the tensors that travel instead of them; the same without compression.
-    """
+    """What the tensors of a message look like."""
 
     specs: Specs
-    parts: Specs
+    parts: Specs  # of the tensors that travel instead of them; the same without compression
 
     @classmethod
     def of(cls, tensors: Tensors) -> Form:
@@ -152,9 +147,8 @@ def _unsendable(tensor: Tensor, device: torch.device) -> str:
         return str(tensor.layout).removeprefix("torch.")
     if tensor.device.type != device.type:
         return f"on the device {tensor.device.type!r}"
-    known = (
-        type(tensor).__module__.partition(".")[0] == "torch"
-    )  # such as `nn.Parameter`, or one that waits for its values
+    # Torch's own subclasses are plain values, such as `nn.Parameter`, or one of tensor parallelism that waits for its values.
+    known = type(tensor).__module__.partition(".")[0] == "torch"
     return "" if known else f"a {type(tensor).__name__}, a class that would not travel with its values"
 
 
@@ -170,6 +164,10 @@ def write_header(value: Any) -> Tensors:
     >>> read_header(first), len(second)
     (5002, 5002)
     """
+    # Spaces fill the 1024 bytes, which JSON ignores at the end:
+    #
+    #     short    {"shape": [4, 2]}_________________
+    #     long     5002______________________________    and then 5002 bytes
     text, (size,) = json.dumps(value).encode(), HEADER.shape
     if len(text) <= size:
         return (_bytes(text.ljust(size)),)
@@ -202,6 +200,9 @@ def with_gradients(specs: Specs) -> Specs:
 
 def packed(message: Cotangents, inputs: Specs, device: torch.device) -> tuple[Tensors, list[int]]:
     """Return the tensors to send back, with zeros where there is no gradient, and the indices of these zeros."""
+    #     inputs      float hidden     int mask        float bias
+    #     message     gradient         None            None           the bias has no gradient in this pass
+    #     packed      gradient                         zeros          absent = [1]
     gradients = [g for g, s in zip(message, inputs, strict=True) if s.has_gradient]
     absent = [i for i, g in enumerate(gradients) if g is None]
     pairs = zip(gradients, with_gradients(inputs), strict=True)

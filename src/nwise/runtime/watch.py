@@ -20,16 +20,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from nwise.process import end_stalled, exit_at_once
 from nwise.runtime.calls import Calls, Collective
 from nwise.runtime.channel import LostPeer
-from nwise.schedule.actions import SENDS, Action, Kind, describe
+from nwise.runtime.processes import Doing
 
-__all__ = ["Doing", "RankError", "Watchdog"]
+__all__ = ["RankError", "Watchdog"]
 
-_WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
@@ -37,30 +36,6 @@ _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks
 
 class RankError(RuntimeError):
     """Training ended on all ranks; the message names the first error and its rank."""
-
-
-class Doing(NamedTuple):
-    """The present action of a rank.
-
-    Args:
-        step: number of the mini-batch.
-        action: the action, from the stage's list.
-        since: start of the action in seconds of `time.perf_counter`.
-        over: whether the action is done and the user's `on_action` is running; default: False.
-    """
-
-    step: int
-    action: Action
-    since: float
-    over: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether this rank may be waiting for another."""
-        return self.action.kind in _WAITS and not self.over
-
-    def __str__(self) -> str:
-        return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
 class Watchdog:
@@ -94,6 +69,10 @@ class Watchdog:
         self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
+        #
+        #     _main           main thread, in collectives of facts and for its own error
+        #     _store          `_live`, which never waits long
+        #     _error_store    `_listen`, which waits for the first error from the start
         self._store, self._error_store = store.clone(), store.clone()
         self._rank, self._size, self._limit = rank, world_size, limit
         names = ", ".join(map(str, stages))
@@ -146,12 +125,11 @@ class Watchdog:
     def _tell(self, what: str, kill: int | None = None, store: Any = None) -> None:
         """Record an error as the first one, unless another was first, and give the other ranks time to report it.
 
-        Args:
-            what: rest of the sentence that begins with this rank's name.
-            kill: id of a stalled process on this machine, which the launcher would wait for; default: None.
-            store: the calling thread's store; default: the main thread's, which blocks other threads while that thread waits.
+        `what` is the rest of a sentence that begins with this rank's name, and `kill` a stalled process of this machine, which
+        the launcher would wait for. The main thread's store would block another thread while the main thread waits.
         """
         store = store or self._main
+        # `compare_set` writes only where nothing is: of all ranks' errors the first one stays, and all get it back.
         self._tells = True
         failure = f"{self._name.capitalize()} {what}"
         with suppress(RuntimeError):  # the store has ended, and so have all other ranks
@@ -159,7 +137,8 @@ class Watchdog:
         if kill is not None:
             end_stalled(kill)
         first = self._report(failure)
-        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too.
+        # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too: `reports`
+        # counts those that have, this one included, for at most two seconds.
         with suppress(RuntimeError):
             reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
             while reports < self._size and time.monotonic() < deadline:
@@ -199,7 +178,7 @@ class Watchdog:
         if not self._tells and self._report(failure):
             with suppress(RuntimeError):
                 self._error_store.add("reports", 1)
-        # The main thread may be blocked on a rank that has ended.
+        # The main thread raises the error at its next `check`, and ends; or it is blocked on a rank that has ended.
         if not self._closed.wait(_GRACE):
             exit_at_once()
 
@@ -253,6 +232,7 @@ class Watchdog:
 
     def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
+        # Only calls of one number are compared: a rank that is behind has not made the others yet.
         for mine, theirs in self._calls.pairs(Collective(*call) for call in beat.get("calls", ())):
             if mine.name != theirs.name:
                 return (

@@ -36,14 +36,14 @@ from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
-from nwise.runtime.launch import backend_for, default_store, exchange, launched, make_mesh, start, time_limit
+from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
 from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.tensors import Named, Tensors, names, with_names
 
-__all__ = ["World", "join", "tell_all"]
+__all__ = ["World", "tell_all"]
 
 _numbers = itertools.count()  # numbers the worlds, equally on every rank because all run the same script
 _open: list[World] = []
@@ -61,15 +61,6 @@ def tell_all(error: BaseException) -> None:
 def _report_crashes() -> None:
     """End all ranks after an uncaught error, for example in a data loader or an optimizer."""
     on_uncaught_error(tell_all)
-
-
-def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:
-    """Return the processes that hold a pipeline's stages: this one alone, unless `torchrun` has started several."""
-    if launched():
-        return World(num_stages, placement, mesh, time_limit(timeout))
-    ranks = 1 if isinstance(placement, str) else 1 + max(placement, default=0)
-    make_placement(placement, num_stages, ranks)  # one process refuses the same placements
-    return Processes(num_stages)
 
 
 class World(Processes):
@@ -99,7 +90,8 @@ class World(Processes):
         limit: float = 300.0,
     ) -> None:
         self._timeout = timedelta(seconds=4 * limit)
-        # The default group is free for our own messages if it was made here.
+        # Every gloo group costs a thread, so the first use of the default group is for messages, if it was made here; a group of
+        # the caller's may carry other messages at any time.
         self._default = dist.group.WORLD if start(4 * limit) else None
         self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
@@ -112,6 +104,7 @@ class World(Processes):
         self.place = self.mesh.get_local_rank("pp")
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
         self.placement = make_placement(placement, num_stages, len(self.ranks))
+        # Keys of an earlier attempt, such as its error, are still in torchrun's store.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"nwise/{attempt}/{self._number}", default_store())
         # Destroy the groups of a mesh made here with the others; a mesh from the caller keeps its groups.
@@ -151,26 +144,23 @@ class World(Processes):
     def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
         if (device, self.placement) in self._channels:
             return self._channels[device, self.placement]
-        # One group for each direction: neither waits behind the other.
+        # One group for each direction, from lower to higher places and back: neither waits behind the other.
+        #
+        #     placement 0 1 0 1    0 -> 1    outputs of stages 0 and 2, gradient of stage 2
+        #                          1 -> 0    output of stage 1, gradients of stages 1 and 3
         backend = backend_for(device)
         # The default group is free for the first call on the CPU: its gloo thread runs anyway, see `control`.
         free, self._default = self._default, None
         forward = free if free is not None and device.type == "cpu" else self._new_group(backend=backend)
         groups = [forward, self._new_group(backend=backend)]
-        pairs = dict.fromkeys(
-            pair
-            for here, there in itertools.pairwise(self.placement)
-            for pair in ((here, there), (there, here))
-            if here != there
-        )
+        ahead = {pair for pair in itertools.pairwise(self.placement) if pair[0] != pair[1]}
+        pairs = sorted(ahead | {(there, here) for here, there in ahead})
         columns = self._columns()
         for back, group in enumerate(groups):
-            links = [(column[a], column[b]) for a, b in sorted(pairs) if (a > b) == back for column in columns]
+            links = [(column[a], column[b]) for a, b in pairs if (a > b) == back for column in columns]
             introduce(group, links, self.rank, device)
-        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in sorted(pairs) if a == self.place}
-        receivers = {
-            a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in sorted(pairs) if b == self.place
-        }
+        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in pairs if a == self.place}
+        receivers = {a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in pairs if b == self.place}
         self._channels[device, self.placement] = senders, receivers
         return senders, receivers
 
@@ -181,13 +171,12 @@ class World(Processes):
 
     def connect(self, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
         columns = self._columns()
-        new = dict.fromkeys(
-            self._places(stages) for stages in sets if (self._places(stages), replicas) not in self._groups
-        )
+        new = [places for places in dict.fromkeys(map(self._places, sets)) if (places, replicas) not in self._groups]
         if new:
             self.begin("the making of groups")
         for places in new:
-            # Ranks outside the group take part too: all ranks make a group, or none does.
+            # Ranks outside the group take part too: all ranks make a group, or none does. Four stages on ranks 0 to 7 in two
+            # replicas (see above), for stages 1 and 2: groups (2, 4) and (3, 5), or (2, 4, 3, 5) over the replicas.
             self._groups[places, replicas] = None
             sets_of_ranks = [[column[place] for place in places] for column in columns]
             if replicas:
@@ -233,9 +222,10 @@ class World(Processes):
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with self.telling("the collection of tensors"):
             whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
+            # One rank of every place sends, and rank 0 takes them one after the other.
             assert self.control  # also on ranks that send nothing: all ranks make the group
             if self.rank:
-                if 0 in self.ranks:  # one rank of every place sends
+                if 0 in self.ranks:
                     self.send(Named(whole), 0)
                 return {}
             collected = {name: t.detach().cpu() for name, t in whole.items()}
@@ -275,6 +265,7 @@ class World(Processes):
             yield
         except RankError:
             raise
+        # All ranks end, but the interrupt stays what it is: it ends this process as the user expects.
         except (KeyboardInterrupt, SystemExit) as error:
             self.watch.failed(error)
             raise
@@ -306,7 +297,8 @@ class World(Processes):
         if self not in _open or self.watch.has_failed:
             return
         _open.remove(self)
-        # Flush channels only once all ranks are here: a rank still in a step would mistake the flush for its message.
+        # All ranks meet twice: before the flush, because a rank still in a step would mistake it for its message, and after it,
+        # because a rank that left earlier would break the connections that another still flushes.
         with self.telling("the end (`close`)"):
             calls = self._exchange("calls", _calls.count)
         if len(set(calls)) > 1:

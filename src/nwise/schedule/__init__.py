@@ -42,17 +42,20 @@ RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) U3
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from nwise.lazy import submodule
-from nwise.schedule.actions import Action, Kind
-from nwise.schedule.baselines import BASELINES, baseline
-from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
-from nwise.schedule.find import DoesNotFit, best
-from nwise.schedule.paper import Slot, fit_slot, paper_time
-from nwise.schedule.schedule import Schedule, arrange
-from nwise.schedule.simulation import Timeline, simulate
-from nwise.schedule.timing import Timed, timed
-from nwise.schedule.validation import Buffer, validate
+from nwise.lazy import member
+
+if TYPE_CHECKING:
+    from nwise.schedule.actions import Action, Kind
+    from nwise.schedule.baselines import BASELINES, baseline
+    from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
+    from nwise.schedule.find import DoesNotFit, best
+    from nwise.schedule.paper import Slot, fit_slot, paper_time
+    from nwise.schedule.schedule import Schedule, arrange
+    from nwise.schedule.simulation import Timeline, simulate
+    from nwise.schedule.timing import Timed, timed
+    from nwise.schedule.validation import Buffer, validate
 
 __all__ = [
     "BASELINES",
@@ -77,4 +80,28 @@ __all__ = [
     "validate",
 ]
 
-__getattr__ = partial(submodule, __name__)
+# The submodule that each name comes from.
+_PLACES = {
+    "Action": "actions",
+    "Kind": "actions",
+    "BASELINES": "baselines",
+    "baseline": "baselines",
+    "PAPER": "costs",
+    "TRANSFORMER": "costs",
+    "Costs": "costs",
+    "DoesNotFit": "find",
+    "best": "find",
+    "Slot": "paper",
+    "fit_slot": "paper",
+    "paper_time": "paper",
+    "Schedule": "schedule",
+    "arrange": "schedule",
+    "Timeline": "simulation",
+    "simulate": "simulation",
+    "Timed": "timing",
+    "timed": "timing",
+    "Buffer": "validation",
+    "validate": "validation",
+}
+
+__getattr__ = partial(member, __name__, _PLACES)

@@ -16,21 +16,22 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nwise.checks import hint
 from nwise.flow import Flows
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
-from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.graph import task_graph
 from nwise.schedule.orders import TYPICAL, RankRule, StageRule, make_schedule, schedule_by_rank
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import merge
-from nwise.schedule.timing import Limit, Timed
 from nwise.schedule.validation import validate
+
+if TYPE_CHECKING:
+    from nwise.schedule.timing import Limit, Timed
 
 __all__ = ["ORDERS", "RULES", "NamedOrder", "check_order", "choose", "named_schedule", "one_process"]
 
@@ -84,11 +85,18 @@ ORDERS = ("best", *RULES)
 
 def check_order(order: Order) -> Order:
     """Return `order`; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
-    if isinstance(order, Schedule | Timed) or order in ORDERS:
-        return order
     if isinstance(order, str):
+        if order in ORDERS:
+            return order
         raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
+    if isinstance(_timeless(order), Schedule):
+        return order
     raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
+
+
+def _timeless(order: Any) -> str | Schedule:
+    made: str | Schedule = getattr(order, "schedule", order)
+    return made
 
 
 def choose(
@@ -114,9 +122,7 @@ def choose(
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows, ages or ranks or cannot run.
     """
-    order = check_order(order)
-    if isinstance(order, Timed):
-        order = order.schedule
+    order = _timeless(check_order(order))
     placement, ages = placement or tuple(range(len(flows[0][0].stages))), ages or message_ages(flows)
     if isinstance(order, Schedule):
         if order.flows != flows or order.ages.weights != ages.weights:
@@ -141,6 +147,8 @@ def choose(
         validate(order)
         return order
     if order == "best":
+        from nwise.schedule.find import DoesNotFit, best_order  # most pipelines of one process search for nothing
+
         try:
             return best_order(flows, costs, placement, ages, memory=memory).schedule
         except DoesNotFit as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -39,6 +40,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
     if by not in ("global", "stage", "loss"):
         raise ValueError(f"`clip_by` should be global, stage or loss. Found {by!r}.")
     credit = cycle_credit(strategy or pipe.strategy, pipe.num_stages)
+    # A column of the credit matrix has the losses that a stage learns from. Equal columns make a group.
     groups: dict[object, list[Part]] = defaultdict(list)
     for stage in range(pipe.num_stages):
         for is_head in (False, True) if stage in pipe.heads else (False,):
@@ -87,7 +89,8 @@ class Clip:
     def _follow(self, strategy: Strategy) -> None:
         """Make the groups of a strategy."""
         self._strategy = strategy
-        self._groups = [(_stages(group), group) for group in clip_groups(self._pipe, self._by, strategy)]
+        groups = clip_groups(self._pipe, self._by, strategy)
+        self._groups = [(tuple(sorted({stage for stage, _ in group})), group) for group in groups]
         self._shared = [stages for stages, _ in self._groups if len(stages) > 1]
         self._pipe.processes.connect(self._shared)
 
@@ -96,6 +99,7 @@ class Clip:
         if self._pipe.strategy != self._strategy:
             self._follow(self._pipe.strategy)
         processes, owned = self._pipe.processes, self._owned()
+        # Without shared groups no rank waits for another, so there is no call to announce.
         if self._shared:
             processes.begin("clipping")
         mine = [(stages, group) for stages, group in self._groups if set(stages) & set(processes.here)]
@@ -116,6 +120,7 @@ class Clip:
         seen: set[nn.Parameter] = set()
         for stage, is_head in (part for _, group in self._groups for part in group):
             module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]
+            # With the parameters that another part has already left out: a shared one counts once in the global norm.
             owned[stage, is_head] = [] if module is None else [p for p in module.parameters() if p not in seen]
             seen.update(owned[stage, is_head])
         return owned
@@ -149,13 +154,6 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> T
     return norms[0] if by == "global" else norms
 
 
-def _stages(group: Iterable[Part]) -> tuple[int, ...]:
-    return tuple(sorted({stage for stage, _ in group}))
-
-
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Separate DTensors from other parameters, because no operation takes both."""
-    kinds: dict[bool, list[nn.Parameter]] = defaultdict(list)
-    for p in parameters:
-        kinds[is_dtensor(p)].append(p)
-    return list(kinds.values())
+    return [list(same) for _, same in groupby(sorted(parameters, key=is_dtensor), is_dtensor)]

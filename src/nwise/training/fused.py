@@ -119,6 +119,8 @@ def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module
     Raises:
         ValueError: the name or the shape says that it is fused, and nothing says how.
     """
+    # "blocks.3.attn.qkv.weight" -> called "qkv", leaf "weight". A rule of the class counts first, then one of the name, and a
+    # name or shape that looks fused without a rule is an error: to guess would train another matrix than the network has.
     *path, called, leaf = ["", *name.split(".")]
     dim = 1 if type(layer).__name__ == "Conv1D" else 0  # GPT-2's layer, whose weight is transposed
     outs, ins = parameter.shape[dim], parameter.shape[1 - dim]

@@ -98,6 +98,7 @@ class MuonWithAdam(torch.optim.Optimizer):
     ) -> None:
         muon, adam = [], []
         known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
+        # A group with half of AdamW's rate has half of Muon's, too.
         for group in groups:
             rate = group.get("lr", lr)
             if hidden := [p for p in group["params"] if p in known]:
@@ -115,6 +116,9 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Let the parts work on this optimizer's groups and state, so schedulers and checkpoints reach them."""
+        #     self.param_groups    [ muon group 0, muon group 1, adam group 0 ]
+        #     parts                Muon: the first two, AdamW: the last        the same dictionaries
+        #     self.state           one for all                                 the same object
         groups = iter(self.param_groups)
         for part in self._parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -201,6 +205,7 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     >>> w.item()  # 1 - 0.5, then - 0.25 + (-0.25 + 0.5)
     0.5
     """
+    # Around the optimizer's own update, whatever it is: the change of a parameter is what stands there after it.
     before: dict[Tensor, Tensor] = {}
 
     def remember(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:

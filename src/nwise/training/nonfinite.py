@@ -61,7 +61,12 @@ class NonFiniteGuard:
             )
         self._strategy = strategy
         credit = cycle_credit(strategy, self._pipe.num_stages)
-        # For every loss, the stages that learn from it; for every stage, whether its own loss trains it.
+        # For every loss, the stages that learn from it, and that of its head; for every stage, whether its own loss trains it.
+        # 2-wise with three stages:
+        #
+        #     loss        0      1      2
+        #     learners    0      0 1    1 2
+        #     trains      no     no     yes
         self._learners = [{*row.nonzero().flatten().tolist(), j} for j, row in enumerate(credit)]
         self._trains = credit.diagonal().bool().tolist()
         if self._policy == "skip":
@@ -92,7 +97,7 @@ class NonFiniteGuard:
         }
         if self._policy == "skip":
             return self._skip(bad)
-        # Report the loss rather than the gradients it caused.
+        # Report the loss rather than the gradients it caused: an infinite loss may make all gradients of its stages nan.
         if wrong := sorted((k for k, flags in bad.items() if any(flags)), key=lambda k: not self._wrong_losses(k)):
             self._stop(wrong[0])
         return []
