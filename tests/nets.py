@@ -17,6 +17,15 @@ from nwise.network.layers import Embedding, TransformerBlock, vocabulary
 LossFn = Callable[..., Tensor]
 
 
+class Tally:
+    """A count in an object without `__dict__`, which no second run of a forward restores."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 @dataclass
 class Net:
     """Stages, heads, a loss and a way to draw data."""

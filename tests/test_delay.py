@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -575,39 +577,60 @@ def test_batches_under_a_delay_may_reuse_their_memory(recompute: bool) -> None:
 class Tempered(nn.Linear):
     """A layer with a temperature, which a loop may change, and a number of forwards."""
 
-    forwards, inner = 0, False
-    options: Any
+    forwards, inner, t = 0, False, 1.0
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        super().__init__(4, 4)
+        self.get, self.options, self.steps = get, {"t": 1.0}, [1.0, 1.0]
+        self.config = SimpleNamespace(t=1.0, steps=[1.0])
+        self.register_buffer("buffer", torch.tensor(1.0))
+        self.tensor, self.tensors, self.array = torch.tensor(1.0), {"t": [torch.tensor(1.0)]}, np.ones(1)
+        self.others = [nn.BatchNorm1d(1)]
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, checkpoint(self.run, x, use_reentrant=False)) if self.inner else self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
         self.forwards += 1
-        return torch.tanh(super().forward(x) / _temperature(self.options))
+        return torch.tanh(super().forward(x) / self.get(self))
 
 
-def _temperature(options: Any) -> Any:
-    return options if isinstance(options, float) else options["t"] if isinstance(options, dict) else options.t
+# How a loop changes a temperature, and how the forward reads it.
+TEMPERATURES: dict[str, tuple[Callable[[Any, float], object], Callable[[Any], Any]]] = {
+    "a number, first that of the class": (lambda m, t: setattr(m, "t", t), lambda m: m.t),
+    "in a dictionary": (lambda m, t: m.options.update(t=t), lambda m: m.options["t"]),
+    "another dictionary": (lambda m, t: setattr(m, "options", {"t": t}), lambda m: m.options["t"]),
+    "in a list": (lambda m, t: m.steps.__setitem__(0, t), lambda m: m.steps[0]),
+    "a longer list": (lambda m, t: m.steps.append(t), lambda m: len(m.steps)),
+    "in an object": (lambda m, t: setattr(m.config, "t", t), lambda m: m.config.t),
+    "in a list of an object": (lambda m, t: m.config.steps.__setitem__(0, t), lambda m: m.config.steps[0]),
+    "a buffer": (lambda m, t: m.buffer.fill_(t), lambda m: m.buffer.clone()),
+    "another buffer": (lambda m, t: setattr(m, "buffer", torch.tensor(t)), lambda m: m.buffer),
+    "a tensor": (lambda m, t: m.tensor.fill_(t), lambda m: m.tensor.clone()),
+    "another tensor": (lambda m, t: setattr(m, "tensor", torch.tensor(t)), lambda m: m.tensor),
+    "a tensor in a list": (lambda m, t: m.tensors["t"][0].fill_(t), lambda m: m.tensors["t"][0].clone()),
+    "an array": (lambda m, t: m.array.fill(t), lambda m: float(m.array[0])),
+    "a buffer of another module": (
+        lambda m, t: m.others[0].running_var.fill_(t),
+        lambda m: m.others[0].running_var.clone(),
+    ),
+}
 
 
-@pytest.mark.parametrize("kind", [float, dict, SimpleNamespace])
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", TEMPERATURES)
 @pytest.mark.parametrize("setting", [{}, {"recompute": True}, {"inner": True}], ids=str)
-def test_late_forwards_have_the_values_of_their_step(setting: dict[str, Any], kind: type) -> None:
+def test_late_forwards_have_the_values_of_their_step(setting: dict[str, Any], kind: str) -> None:
     """Regression: a forward that ran again in a later step had the temperature of then; checkpoints inside said nothing."""
-    layer, last = Tempered(4, 4), nn.Linear(4, 3)
-    layer.inner, layer.forwards = setting.get("inner", False), 0
-    recompute = setting.get("recompute", False)
-    pipe = nwise.Pipeline([layer, last], strategy="end-to-end-delay-1", recompute=recompute)
+    (put, get), inner = TEMPERATURES[kind], setting.get("inner", False)
+    layer, last = Tempered(get), nn.Linear(4, 3)
+    pipe = nwise.Pipeline([layer, last], strategy="end-to-end-delay-1", recompute=setting.get("recompute", False))
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
     before: dict[str, Tensor] | None = None
-    for step in range(6):
-        if kind is float or step == 0:
-            layer.options = 1.0 + step if kind is float else kind(t=1.0)
-        elif kind is dict:
-            layer.options["t"] = 1.0 + step
-        else:
-            layer.options.t = 1.0 + step
+    for step in range(5):
+        layer.inner = inner and step > 1  # may begin later
+        if step:
+            put(layer, 1.0 + step)
         twins = copy.deepcopy(layer), copy.deepcopy(last)
         functional.cross_entropy(twins[1](twins[0](x)), y).backward()
         pipe.zero_grad()
@@ -616,8 +639,39 @@ def test_late_forwards_have_the_values_of_their_step(setting: dict[str, Any], ki
             for name, p in layer.named_parameters():
                 torch.testing.assert_close(p.grad, before[name])
         before = {name: p.grad for name, p in twins[0].named_parameters() if p.grad is not None}
-        assert _temperature(layer.options) == 1.0 + step
-    assert layer.forwards == 6, "a second run counts once"
+        assert float(get(layer)) == (2.0 + step if kind == "a longer list" else 1.0 + step)
+    assert layer.forwards == 5, "a second run counts once"
+
+
+class Moving(nn.Linear):
+    """A layer whose scale each forward of a checkpointed part moves."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.run, x, use_reentrant=False))
+
+    def run(self, x: Tensor) -> Tensor:
+        self.scale.add_(1)  # type: ignore[operator]
+        return torch.tanh(super().forward(x) / self.scale.clone())  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("float64")
+def test_checkpoints_have_the_buffers_of_their_micro_batch() -> None:
+    """Regression: a part that ran again in a late pass moved the buffers once more, and found those of a later micro-batch."""
+    layer, last = Moving(), nn.Linear(4, 3)
+    pipe = nwise.Pipeline([layer, last], None, strategy="end-to-end-delay-1", num_microbatches=2)
+    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    for _ in range(2):
+        pipe.step(x, target=y)
+    assert layer.scale == 5, "two steps of two micro-batches"
+    hidden = [
+        torch.tanh(nn.functional.linear(x[3 * m : 3 * m + 3], layer.weight, layer.bias) / (2 + m)) for m in range(2)
+    ]
+    (expected,) = torch.autograd.grad(functional.cross_entropy(last(torch.cat(hidden)), y), [layer.weight])
+    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -23,8 +23,8 @@ from ranks import habits
 
 def test_habits_under_torchrun(tmp_path: Path) -> None:
     """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied. In silence, torch's clipping
-    gave other results on every number of ranks, a scheduler that followed the last loss changed the rate of some, and the network
-    was saved and used mostly untrained."""
+    gave other results on every number of ranks, so did an optimizer with a norm over all parameters, a scheduler that followed
+    the last loss changed the rate of some, and the network was saved and used mostly untrained."""
     norms: list[float] = []
     pipe, model = habits.clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
     first, second = found = results(2, "habits.py", tmp_path)
@@ -48,6 +48,12 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
             one["plateau"],
         )
         assert one["scaled alike"] == ""
+        assert re.match(
+            "An optimizer should update each parameter by its own gradient alone under several processes.* Found Normed, whose "
+            r"updates depend on the gradients of other parameters.*`nwise.clip_grad_norm_\(pipe, max_norm\)`",
+            one["mixed"][0],
+        )
+        assert [one["mixed"][1], *one["mixed alike"], *one["apart"]] == [""] * 5, "once, and of no other optimizer"
         assert re.match(f"RuntimeError.*{other}.*average `pipe` instead", one["average"][0])
         assert other in one["average"][1]
         for name in ("copied", "pickled"):

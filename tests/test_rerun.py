@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import nwise
+from nets import Tally
 from nwise.schedule.actions import Action
 
 
@@ -21,10 +22,10 @@ class Counting(nn.Module):
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
         self.drop = nn.Dropout(0.4)
-        self.forwards: list[None] = []  # a number would be restored
+        self.forwards = Tally()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards.append(None)
+        self.forwards.count += 1
         y: Tensor = self.drop(torch.tanh(self.norm(self.linear(x))))
         return y
 
@@ -63,7 +64,7 @@ def test_recomputation_runs_when_others_have_run_and_changes_nothing(strategy: s
             optimizer.zero_grad()
     for a, b in zip(plain.buffers(), again.buffers(), strict=True):
         assert torch.equal(a, b)
-    assert [len(stage.forwards) for stage in stages] == [5 * 2 * (1 + more) for more in reruns]
+    assert [stage.forwards.count for stage in stages] == [5 * 2 * (1 + more) for more in reruns]
 
 
 class Warming(nn.Module):

@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import nwise
-from nets import InPlace
+from nets import InPlace, Tally
 from nwise.flow import Cotangent, StageFlow
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
@@ -977,7 +978,7 @@ class Moody(nn.Module):
     def __init__(self, draw: Callable[[Moody], bool]) -> None:
         super().__init__()
         self.layer, self.draw, self.number = nn.Linear(WIDTH, WIDTH), draw, 0
-        self.calls: list[None] = []
+        self.calls, self.list, self.set, self.deque = Tally(), list[None](), set[int](), deque([0], maxlen=1)
         self.own, self.python = torch.Generator().manual_seed(3), random.Random(3)
         self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
         self.system = random.SystemRandom()  # has no state
@@ -986,7 +987,10 @@ class Moody(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.number += 1
-        self.calls.append(None)
+        self.calls.count += 1
+        self.list.append(None)
+        self.set.add(len(self.set))
+        self.deque.append(self.deque[0] + 1)
         return x + self.layer(x).tanh() if self.draw(self) else x + 0 * self.layer(x)
 
 
@@ -1001,6 +1005,9 @@ RESTORED: dict[str, Callable[[Moody], bool]] = {
     "a generator in a list in a dictionary": lambda m: bool(torch.rand((), generator=m.nested["list"][0]) < 0.5),
     "a generator in a tuple in a dictionary": lambda m: m.nested["tuple"][0].random() < 0.5,
     "a number": lambda m: m.number % 3 == 0,
+    "a list": lambda m: len(m.list) % 3 == 0,
+    "a set": lambda m: len(m.set) % 3 == 0,
+    "a deque": lambda m: m.deque[0] % 3 == 0,
     "a generator of a plain object": lambda m: bool(torch.rand((), generator=m.plain.own) < 0.5),
 }
 
@@ -1028,7 +1035,7 @@ def test_reruns_find_the_random_numbers_of_the_first_run(source: str) -> None:
 def test_reruns_that_differ_are_refused(*, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     try:
-        net: list[nn.Module] = [Moody(lambda m: len(m.calls) % 2 == 1), nn.Linear(WIDTH, 3)]
+        net: list[nn.Module] = [Moody(lambda m: m.calls.count % 2 == 1), nn.Linear(WIDTH, 3)]
         pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
         x, y = batch()
         with pytest.raises(
@@ -1044,7 +1051,7 @@ def test_reruns_are_compared_always_if_asked() -> None:
     """A module that changes later is found with checks="always"; otherwise each shape is compared, and reruns 1, 2, 4, 8, ..."""
     x, y = batch()
     for checks in ("first", "always"):
-        net: list[nn.Module] = [Moody(lambda m: len(m.calls) < 10), nn.Linear(WIDTH, 3)]
+        net: list[nn.Module] = [Moody(lambda m: m.calls.count < 10), nn.Linear(WIDTH, 3)]
         pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True, checks=checks)
         with pytest.raises(ValueError, match="compute the same") if checks == "always" else warnings.catch_warnings():
             for _ in range(6):
@@ -1053,7 +1060,7 @@ def test_reruns_are_compared_always_if_asked() -> None:
 
 def test_reruns_that_begin_to_differ_are_refused() -> None:
     """Regression: a warm-up counter in the forward, which changed nothing at first, was never noticed."""
-    net: list[nn.Module] = [Moody(lambda m: len(m.calls) < 16), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [Moody(lambda m: m.calls.count < 16), nn.Linear(WIDTH, 3)]
     pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=True)
     x, y = batch()
     for _ in range(7):

@@ -5,13 +5,16 @@
     self.generator = torch.Generator()          an attribute
     self.norms = [nn.BatchNorm1d(4)]            in a list, tuple, set or dictionary: neither registered nor switched by `eval`
     self.noise.generator                        one level down, in an attribute that is a plain object
+    self.options = {"temperature": 2.0}         a value, which the training loop may change before a forward runs again
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -20,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_SOUGHT = (nn.Module, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CLOSED = (Tensor, type, ModuleType, FunctionType, MethodType)  # their attributes are no state of the module
-_SEQUENCES = (list, tuple, set, frozenset)
-_DEPTH = 3  # containers inside one another
+_MUTABLE = (dict, list, set, deque)
+_CONTAINERS = (*_MUTABLE, tuple, frozenset)
+_DEPTH = 4  # containers inside one another; one less around a plain object, whose attributes count as a container
 _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device))
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module that no user has set
 
@@ -34,35 +38,66 @@ class Held(NamedTuple):
     Args:
         modules: modules that are not registered, and all modules inside them.
         generators: random generators, without those that have no state.
+        contents: what holds values, each with those that it has now: all modules, for their attributes, and in these
+            dictionaries, lists, sets and attributes of objects.
     """
 
     modules: list[nn.Module]
     generators: list[Any]
+    contents: list[tuple[Any, Any]]
 
 
-def held(module: nn.Module) -> Held:
-    """Return what the plain attributes of a module and of all modules inside it hold, each object once.
+def held(*roots: nn.Module) -> Held:
+    """Return what the plain attributes of modules and of all modules inside them hold, each object once.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.norms = [nn.BatchNorm1d(2)]
     >>> [type(module).__name__ for module in held(layer).modules]
     ['BatchNorm1d']
     """
-    modules = list(module.modules())
-    registered, known = len(modules), set(modules)
-    generators: dict[Any, None] = {}
-    for part in modules:  # grows
-        for name, value in vars(part).items():
-            if name in OF_TORCH or type(value) in _LEAVES:
-                continue
-            for found in _inside(value, _DEPTH):
-                if not isinstance(found, nn.Module):
-                    generators[found] = None
-                elif found not in known:
-                    new = [inner for inner in found.modules() if inner not in known]
-                    known.update(new)
-                    modules += new
-    return Held(modules[registered:], list(generators))
+    search = _Search(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
+    registered = len(search.modules)
+    for part in search.modules:  # grows
+        search.contents.append((part, own := _content(part)))
+        if not _LEAVES.issuperset(map(type, own.values())):
+            for value in own.values():
+                search.visit(value, _DEPTH)
+    return Held(search.modules[registered:], list(search.generators), search.contents)
+
+
+class _Search:  # not closures that call each other, which would keep what they have found until the garbage collector runs
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules, self._known = modules, set(modules)
+        self.generators: dict[Any, None] = {}
+        self.contents: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any, depth: int) -> None:
+        """Note what a value is or holds, in containers that are inside one another at most this deep."""
+        if isinstance(value, nn.Module):
+            new = [inner for inner in value.modules() if inner not in self._known]
+            self._known.update(new)
+            self.modules += new
+        elif isinstance(value, _GENERATORS):
+            if not isinstance(value, random.SystemRandom):
+                self.generators[value] = None
+        elif isinstance(value, _CONTAINERS):
+            self._look_into(value, depth - 1)
+        elif depth > 1 and not isinstance(value, _CLOSED):
+            inside = getattr(value, "__dict__", None)
+            if isinstance(inside, dict):
+                self._look_into(inside, 1, state=type(value).__module__.partition(".")[0] not in ("nwise", "torch"))
+
+    def _look_into(self, container: Any, depth: int, *, state: bool = True) -> None:
+        if depth < 0 or id(container) in self._seen:
+            return
+        self._seen.add(id(container))
+        if state and isinstance(container, _MUTABLE):
+            self.contents.append((container, _content(container)))
+        items = container.values() if isinstance(container, dict) else container
+        if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
+            for item in items:
+                self.visit(item, depth)
 
 
 Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
@@ -71,20 +106,15 @@ Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
 def values_in(*modules: nn.Module) -> Values:
     """Return the plain values that modules, and all modules inside them, hold in attributes: modes, temperatures, drop rates.
 
-    Those in dictionaries and in plain objects, one level down, belong to them. Each holder comes with its values.
+    Those in dictionaries and in plain objects belong to them. Each holder comes with its values.
 
     >>> values_in(nn.Dropout(0.5))[0][1]
     {'training': True, 'p': 0.5, 'inplace': False}
     """
     found: list[tuple[dict[str, Any], Mapping[str, object]]] = []
-    for part in (inner for module in modules for inner in module.modules()):
-        for name, value in (("", vars(part)), *vars(part).items()):
-            if type(value) in _LEAVES or name in OF_TORCH or isinstance(value, (*_SOUGHT, *_CLOSED, *_SEQUENCES)):
-                continue
-            own = type(value).__module__.partition(".")[0] in ("nwise", "torch")
-            inside = value if isinstance(value, dict) else {} if own else getattr(value, "__dict__", {})
-            if plain := {key: x for key, x in inside.items() if type(x) in _LEAVES and key not in OF_TORCH}:
-                found.append((inside, plain))
+    for holder, content in held(*modules).contents:
+        if isinstance(content, dict) and (plain := {name: x for name, x in content.items() if type(x) in _LEAVES}):
+            found.append((vars(holder) if isinstance(holder, nn.Module) else holder, plain))
     return found
 
 
@@ -95,7 +125,7 @@ def with_values(values: Values) -> Iterator[None]:
     try:
         yield
     finally:
-        for inside, now in reversed(present):  # modules may share a holder
+        for inside, now in present:
             _put(inside, now)
 
 
@@ -108,24 +138,88 @@ def _put(inside: dict[str, Any], values: Mapping[str, object]) -> Mapping[str, o
     return before
 
 
+class State:
+    """What the forward of a module may find beside its parameters, at the moment when this is made.
+
+    That is what its attributes hold, containers and the objects in them included, and its buffers. Tensors and arrays are copied.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        generators: random generators in plain attributes, whose states are not included.
+
+    >>> layer = nn.BatchNorm1d(1)
+    >>> state = State(layer)
+    >>> layer.momentum, layer.running_mean[0] = 0.5, 1.0
+    >>> with state.restored():
+    ...     layer.momentum, layer.running_mean[0].item()
+    (0.1, 0.0)
+    >>> layer.momentum, layer.running_mean[0].item()
+    (0.5, 1.0)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        _, self.generators, contents = held(module)
+        buffers = [holder._buffers for holder, _ in contents if isinstance(holder, nn.Module)]
+        contents += [
+            (store, dict(store)) for store in buffers if store and isinstance(store, dict)
+        ]  # not of TorchScript
+        copies: dict[int, Any] = {}
+        self._contents = [(holder, _copied(content, copies)) for holder, content in contents]
+
+    @contextmanager
+    def restored(self) -> Iterator[list[Tensor]]:
+        """Let the body find this state again, with other copies of the tensors, which it gets; then restore the present one."""
+        copies: dict[int, Any] = {}
+        present = [(holder, _content(holder)) for holder, _ in self._contents]
+        try:
+            for (holder, now), (_, then) in zip(present, self._contents, strict=True):
+                _fill(holder, now, _copied(then, copies))
+            yield [x for x in copies.values() if isinstance(x, Tensor)]
+        finally:
+            for holder, before in present:
+                _fill(holder, _content(holder), before)
+
+
+def _content(holder: Any) -> Any:
+    if isinstance(holder, nn.Module):
+        attributes = vars(holder)
+        return {name: attributes[name] for name in filterfalse(OF_TORCH.__contains__, attributes)}
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def _copied(content: Any, copies: dict[int, Any]) -> Any:
+    """Return a content with copies of its tensors and arrays, one of each; those with a gradient belong to a graph and stay."""
+    values = content.values() if isinstance(content, dict) else content
+    if _LEAVES.issuperset(map(type, values)):
+        return content
+    for value in values:
+        if id(value) not in copies:
+            if isinstance(value, Tensor) and not (value.requires_grad or isinstance(value, nn.Parameter)):
+                copies[id(value)] = value.clone()
+            elif type(value) is np.ndarray:  # no memory map
+                copies[id(value)] = value.copy()
+    copied = [copies.get(id(value), value) for value in values]
+    return dict(zip(content, copied, strict=True)) if isinstance(content, dict) else copied
+
+
+def _fill(holder: Any, now: Any, content: Any) -> None:
+    """Replace the present content of a holder by another one."""
+    same = len(now) == len(content) and all(map(is_, now, content))
+    if same and (not isinstance(now, dict) or all(map(is_, now.values(), content.values()))):
+        return
+    if isinstance(holder, nn.Module):
+        for name in now.keys() - content.keys():
+            del vars(holder)[name]
+        vars(holder).update(content)
+    else:
+        holder.clear()
+        (holder.extend if isinstance(holder, list | deque) else holder.update)(content)
+
+
 def tensors_in(*modules: nn.Module) -> list[Tensor]:
     """Return the buffers and the tensors in plain attributes of modules, and of all modules inside them."""
     parts = [part for module in modules for part in module.modules()]
     values = [value for part in parts for value in (*part._buffers.values(), *vars(part).values())]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _inside(value: Any, depth: int) -> Iterator[Any]:
-    """Iterate over the modules and generators in a value: containers in containers, and the attributes of an object."""
-    if isinstance(value, _SOUGHT):
-        if not isinstance(value, random.SystemRandom):
-            yield value
-    elif depth and not isinstance(value, _CLOSED):
-        items: Any = value
-        if isinstance(value, dict):
-            items = value.values()
-        elif not isinstance(value, _SEQUENCES):
-            items, depth = getattr(value, "__dict__", {}).values(), 1
-        if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
-            for item in items:
-                yield from _inside(item, depth - 1)

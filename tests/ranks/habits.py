@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,6 +71,44 @@ def plateau(count: int = 10) -> None:
     pipe.close()
 
 
+class Normed(torch.optim.Optimizer):
+    """Divides by the norm of all gradients that it has."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        graded = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = self.total(sum(p.grad.square().sum() for p in graded)).sqrt()
+        for p in graded:
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
+
+    def total(self, square: Any) -> Tensor:
+        return torch.as_tensor(square)
+
+
+class Summing(Normed):
+    """Divides by the norm of the gradients of all processes."""
+
+    def total(self, square: Any) -> Tensor:
+        torch.distributed.all_reduce(square)
+        return super().total(square)
+
+
+def updated(kind: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> list[Any]:
+    """Train twice with an optimizer; it is made anew, and tried, after steps at which nothing else is looked at."""
+    pipe = pipeline(*network(), seed=0)
+    for x, y in data(5):
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+    pipe.step(x, target=y)
+    optimizer = kind(pipe.parameters())
+    said = [told(optimizer.step), told(optimizer.step)]
+    pipe.close()
+    return said
+
+
 def unscaled(pipe: nwise.Pipeline) -> None:
     """Divide all gradients by the same number, as a `GradScaler` does, and clip each value."""
     for p in pipe.parameters():
@@ -108,6 +146,7 @@ def main() -> dict[str, Any]:
         lambda: clipped(lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 0.05), set_to_none=False)[0].close()
     )
     found["plateau"] = told(plateau)
+    found["mixed"], found["mixed alike"], found["apart"] = map(updated, (Normed, Summing, torch.optim.SGD))
     found["scaled alike"] = told(lambda: clipped(unscaled)[0].close())
     norms: list[float] = []
     pipe, model = clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))

@@ -1,11 +1,13 @@
-"""What a training loop does with the gradients between two steps, to warn of three habits that spoil training in silence.
+"""What a training loop does with the gradients between two steps, to warn of habits that spoil training in silence.
 
 - The optimizer has only the main network's parameters, so the heads never learn.
 - Under several processes torch's `clip_grad_norm_` sees the stages of its own process, so each process scales its gradients by
   another factor.
 - Under several processes a scheduler that follows a loss gets nan where the loss is not computed, so the rates go apart.
+- Under several processes an optimizer with a norm over all parameters has that of its process.
 
-A look compares a few tensors with copies of them; it costs something at the steps 1, 2, 4, 8, ... only.
+A look compares a few tensors with copies of them; it costs something at the steps 1, 2, 4, 8, ... only, and an optimizer is tried
+once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nwise._torch import versions
 from nwise.checks import outside
 from nwise.looks import is_due
+from nwise.program.mixing import mixes
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
@@ -46,7 +49,9 @@ class Habits:
         self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
         self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
         self._gradient: tuple[Tensor, Tensor, Tensor] | None = None  # a parameter, its gradient, and some of its values
-        self._update: Any = None  # the hook of the next update
+        self._tried: weakref.WeakSet[Optimizer] | None = (
+            None  # those that have called `_at_update`; None before its hook
+        )
         self._factor: float | None = None  # by which the gradient had been scaled at the last update
         self._rate = self._first_rate = 0.0  # of the parameter
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
@@ -55,18 +60,23 @@ class Habits:
 
     def after_step(self) -> None:
         """Note the gradients that a step or nwise's own clipping leaves."""
+        if self._processes.size > 1 and self._tried is None:
+            self._tried, update = weakref.WeakSet(), weakref.WeakMethod(self._at_update)
+            hook = register_optimizer_step_pre_hook(lambda *arguments: _call(update, *arguments))
+            weakref.finalize(self, hook.remove)
         if not self._looks:
             return
         if not self._versions and not self._warned_of_heads:
             graded = [p for p in learning(self.stages) if p.grad is not None]
             self._versions = dict(zip(graded, versions(graded), strict=True))
         if self._processes.size > 1 and not self._warned:
-            self._gradient, update = _sample(learning(self.stages)), weakref.WeakMethod(self._at_update)
-            if self._update is None:
-                self._update = register_optimizer_step_pre_hook(lambda optimizer, *_: _call(update, optimizer))
+            self._gradient = _sample(learning(self.stages))
 
-    def _at_update(self, optimizer: Optimizer) -> None:
-        """Note the factor and the rate, just before an update."""
+    def _at_update(self, optimizer: Optimizer, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Note the factor and the rate, just before an update; before the first one, try the optimizer."""
+        if self._tried is not None and optimizer not in self._tried:
+            self._tried.add(optimizer)
+            self._try(optimizer, closure=len(args) > 1 or "closure" in named)
         if self._gradient is None:
             return
         parameter, *gradient = self._gradient
@@ -75,19 +85,31 @@ class Habits:
                 self._factor, self._rate = _factor(*gradient), float(group["lr"]) if "lr" in group else 0.0
                 self._first_rate = self._first_rate or self._rate
 
+    def _try(self, optimizer: Optimizer, *, closure: bool) -> None:
+        """Warn of an optimizer that mixes parameters, of which this process has a part."""
+        updates = {p for group in optimizer.param_groups for p in group["params"]}
+        apart = self._processes.num_ranks > 1 and updates.intersection(learning(self.stages))
+        if apart and mixes(optimizer, closure=closure):
+            warnings.warn(
+                "An optimizer should update each parameter by its own gradient alone under several processes, because each "
+                f"process has the parameters of its stages only. Found {type(optimizer).__name__}, whose updates depend on the "
+                "gradients of other parameters, as by a norm over all of them, and differ from those of one process; train in "
+                "one process, or use an optimizer without such a norm after `nwise.clip_grad_norm_(pipe, max_norm)`. This "
+                "warning appears once.",
+                stacklevel=outside(),
+            )
+
     def before_step(self) -> None:
         """Warn if the loop has left out heads or scaled the gradients of each process by another factor."""
         if self._looks and self._versions:
             self._look_at_heads()
         if self._looks and self._processes.size > 1:
-            if self._update is not None:
-                self._update.remove()
             rate = self._rate / self._first_rate if self._first_rate else None
             if self._factor is None and self._gradient is not None:  # an update by hand
                 self._factor = _factor(*self._gradient[1:])
             self._processes.post(f"factor/{self._steps}", [self._factor, rate])
             self._posted.append(self._steps)
-            self._gradient = self._update = self._factor = None
+            self._gradient = self._factor = None
         self.look_at_factors()
         self._steps += 1
         self._looks = is_due(self._steps)
@@ -137,8 +159,8 @@ class Habits:
                 warnings.warn(f"{said} This warning appears once.", stacklevel=outside())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without the tensors of a comparison."""
-        return {**self.__dict__, "_versions": {}, "_gradient": None, "_update": None}
+        """Return the state to copy or pickle, without the tensors of a comparison and the hook."""
+        return {**self.__dict__, "_versions": {}, "_gradient": None, "_tried": None}
 
 
 def _held() -> set[Tensor]:
@@ -147,9 +169,9 @@ def _held() -> set[Tensor]:
     return {p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
 
 
-def _call(method: weakref.WeakMethod[Any], optimizer: Optimizer) -> None:
+def _call(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
     if (bound := method()) is not None:
-        bound(optimizer)
+        bound(*arguments)
 
 
 def _sample(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -137,7 +137,7 @@ def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what
 
     Args:
         parameters: parameters; the next micro-batch would find other ones.
-        copies: buffers that a forward that ran again had instead of the module's own, which would not change.
+        copies: buffers and tensors that a second forward had instead of the module's own, which would not change.
         what: owner of the graph.
     """
     before, lent = versions(parameters), versions(copies)
@@ -145,7 +145,8 @@ def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what
     if lent != versions(copies):
         raise ValueError(
             f"{what.capitalize()} should keep no state in its backward with `recompute`, whose second forward has copies of the "
-            "buffers. Found a buffer that its backward changes, as the scaling of float8 does; set `recompute=False`."
+            "buffers and tensors. Found a buffer or tensor that its backward changes, as the scaling of float8 does; set "
+            "`recompute=False`."
         )
     if before != versions(parameters):
         raise ValueError(

@@ -106,8 +106,8 @@ class Guard:
         seen, before = Noted(), RemovableHandle.next_id
         with (
             without_backward(leaves, self._owner),
-            noted("register_hook", seen.hooked),
-            noted("requires_grad_", seen.asked),
+            noted("register_hook", seen.hooked.append),
+            noted("requires_grad_", seen.asked.append),
         ):
             yield seen
         self.registered = RemovableHandle.next_id - before

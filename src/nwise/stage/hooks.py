@@ -170,12 +170,12 @@ def resting(tensors: Sequence[Tensor], others: Sequence[dict[int, Any]] = ()) ->
 
 
 @contextmanager
-def noted(method: str, found: list[Any], kind: type = Tensor) -> Iterator[None]:
-    """Append to a list the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell.
+def noted(method: str, found: Callable[[Any], object], kind: type = Tensor) -> Iterator[None]:
+    """Let a function see the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell.
 
     Args:
         method: name of the method.
-        found: the list.
+        found: the function, called before the method.
         kind: class of the method; default: tensors.
     """
     original = getattr(kind, method)
@@ -183,7 +183,7 @@ def noted(method: str, found: list[Any], kind: type = Tensor) -> Iterator[None]:
     def note(self: Any, *args: Any, **named: Any) -> Any:
         # Torch's own hooks, as of `FlopCounterMode`, look on.
         if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
-            found.append(self)
+            found(self)
         return original(self, *args, **named)
 
     setattr(kind, method, note)

@@ -1,15 +1,15 @@
 """A second run of a stage's forward, as `recompute` lets it: in the state of the first run, and compared with it.
 
 The second run makes the graph that the first one did not keep. It must compute the same, or the gradients belong to other
-activations. Random numbers, buffers, plain values in attributes and old versions of parameters are restored; what else a forward
-depends on, such as a list in an attribute, is not. So the outputs are compared.
+activations. Random numbers, buffers, what attributes hold and old versions of parameters are restored; what else a forward
+depends on, such as a global variable, is not. So the outputs are compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise.held import held, values_in, with_values
+from nwise.held import State, held
+from nwise.stage.versions import refuse_scripts
 from nwise.tensors import Tensors
+
+_States = list[tuple[Callable[[Any], object], Any]]
 
 
 class FirstRun:
@@ -26,62 +29,67 @@ class FirstRun:
 
     Args:
         module: the module, before the run.
+        stage: its name, for errors.
 
     Attributes:
         outputs: what `keep` has kept; None to compare nothing.
-        lent: the copies that `buffers` has returned last.
+        lent: copies of buffers and other tensors that the last second run had.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        self._module, self._random, self._values = module, _states(module), values_in(module)
+    def __init__(self, module: nn.Module, stage: str) -> None:
+        self._module, self._stage, self._state = module, stage, State(module)
+        self._random = _states(self._state.generators)
         self.outputs: Tensors | None = None
         self.lent: Sequence[Tensor] = ()
 
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Return copies of the buffers that the run found."""
-        copies = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        self.lent = list(copies.values())
-        return copies
-
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run the body with the random states and plain values that the run found, then restore the present ones."""
-        with random_states_kept(self._module), with_values(self._values):
-            for restore, state in self._random:
-                restore(state)
+        """Run the body with the random states, buffers and attributes that the run found, then restore the present ones."""
+        with self._state.restored() as self.lent, _kept(_states(self._state.generators)):
+            _restore(self._random)
             yield
 
-    def keep(self, outputs: Tensors, stage: str) -> None:
-        """Keep detached outputs to compare those of a second run with; raise ValueError for a nested one."""
+    def keep(self, outputs: Tensors) -> None:
+        """Keep detached outputs to compare those of a second run with; raise ValueError if there can be no second run."""
+        if next(self._module.buffers(), None) is not None:
+            refuse_scripts(self._module, self._stage)
         if any(y.is_nested for y in outputs):
             raise ValueError(
-                f"{stage.capitalize()} should return no nested tensor with `recompute`, because a second run gives it another "
-                "ragged dimension, which no gradient fits. Found one; return its values and offsets, or set `recompute=False`."
+                f"{self._stage.capitalize()} should return no nested tensor with `recompute`, because a second run gives it "
+                "another ragged dimension, which no gradient fits. Found one; return its values and offsets, or set "
+                "`recompute=False`."
             )
         self.outputs = outputs
 
-    def compare(self, outputs: Tensors, stage: str) -> None:
+    def compare(self, outputs: Tensors) -> None:
         """Raise ValueError if a second run has other outputs: bitwise under deterministic algorithms, else beyond rounding."""
         if self.outputs is not None and not all(map(_same, self.outputs, outputs)):
             raise ValueError(
-                f"{stage.capitalize()} should compute the same when it runs again, as `recompute` lets it. Found another output: "
-                "its forward depends on something that the first run changed, such as a list or an object in an attribute. "
-                "Keep such states in buffers, draw from the global generators of torch, Python or NumPy, or set "
+                f"{self._stage.capitalize()} should compute the same when it runs again, as `recompute` lets it. Found another "
+                "output: its forward depends on something that has changed since the first run, such as a global variable. Keep "
+                "such states in buffers or attributes, draw from the global generators of torch, Python or NumPy, or set "
                 "`recompute=False`."
             )
         self.outputs = None
 
 
-@contextmanager
-def random_states_kept(module: nn.Module | None = None) -> Iterator[None]:
+def random_states_kept(module: nn.Module | None = None) -> AbstractContextManager[None]:
     """Restore after the body the states of the global random generators, and of what a module holds in plain attributes."""
-    present = _states(module)
+    found = None if module is None else held(module)
+    return _kept(_states(found.generators, found.modules) if found else _states())
+
+
+@contextmanager
+def _kept(states: _States) -> Iterator[None]:
     try:
         yield
     finally:
-        for restore, state in present:
-            restore(state)
+        _restore(states)
+
+
+def _restore(states: _States) -> None:
+    for restore, state in states:
+        restore(state)
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -96,21 +104,17 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=share, atol=share * float(largest), equal_nan=True)
 
 
-def _states(module: nn.Module | None) -> list[tuple[Callable[[Any], object], Any]]:
-    """Return the states of all random generators that a module may use, and of modules in its plain attributes.
-
-    Each comes with the function that restores it.
-    """
+def _states(generators: Iterable[Any] = (), modules: Iterable[nn.Module] = ()) -> _States:
+    """Return the states of the global random generators, of others, and of modules, each with the function that restores it."""
     # While a step is captured, the GPU's random numbers come from generators of the graph.
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
-    unregistered, generators = ([], []) if module is None else held(module)
-    states: list[tuple[Callable[[Any], object], Any]] = [
+    states: _States = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
         *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
         # By `data`, as autograd would take the write for one between a forward and its backward.
-        *((buffer.data.copy_, buffer.clone()) for part in unregistered for buffer in part.buffers(recurse=False)),
+        *((buffer.data.copy_, buffer.clone()) for part in modules for buffer in part.buffers(recurse=False)),
     ]
     for value in generators:
         if isinstance(value, torch.Generator | np.random.RandomState):

@@ -17,8 +17,9 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 
 import torch
@@ -36,7 +37,7 @@ from nwise.stage.guard import Guard, Noted
 from nwise.stage.kept import keep
 from nwise.stage.rerun import FirstRun
 from nwise.stage.tape import Cotangents, Look, Tape
-from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions, holding
+from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions
 from nwise.tensors import (
     Tensors,
     as_argument,
@@ -119,7 +120,8 @@ class Stage:
         if k in schedule.late_stages:  # passes come after updates
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
             versions = late(self.module, self._name)
-        return [Tape(flow, batch, m, schedule.passes[minibatch][k, m], versions) for m, flow in enumerate(flows)]
+        passes = schedule.passes[minibatch]
+        return [Tape(flow, batch, m, passes[k, m], versions and copy(versions)) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
@@ -162,7 +164,7 @@ class Stage:
         """Run F; return the outputs, detached."""
         tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
-            tape.first = FirstRun(self.module)
+            tape.first = FirstRun(self.module, self._name)
         if self.index in tape.batch.watched:
             tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
@@ -170,7 +172,7 @@ class Stage:
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
         for x, wanted in zip(tape.inputs, asked, strict=False):
             x.requires_grad_(wanted)
-        outputs = self._outputs(tape, {})
+        outputs = self._outputs(tape)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
             tape.outputs = outputs
@@ -178,40 +180,36 @@ class Stage:
         if tape.first is not None:
             self._reruns += 1
             if self._always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
-                tape.first.keep(detached, self._name)
+                tape.first.keep(detached)
         return detached
 
     def _rerun(self, tape: Tape) -> None:
         """Run F once more, for its graph."""
-        # It must see the same buffers as the first time, and must not update the real ones again. Copies stay for a third time.
         assert tape.first is not None
         tape.has_graph = True
         # New leaves, because hooks that the first run put on its inputs are put on again.
         tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
         with tape.first.again():
-            tape.outputs = self._outputs(tape, tape.first.buffers())
-        tape.first.compare(tape.outputs, self._name)
+            tape.outputs = self._outputs(tape)
+        tape.first.compare(tape.outputs)
         self._compared.add(_shapes(tape.inputs))
 
-    def _outputs(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
-        """Run the module, with these buffers instead of its own, and with a graph if the tape has one."""
+    def _outputs(self, tape: Tape) -> Tensors:
+        """Run the module, with a graph if the tape has one."""
         draws = tape.batch.draws
         draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
-        outputs = self._computed(tape, buffers)
+        outputs = self._computed(tape)
         draws.end()
         return outputs
 
-    def _computed(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
+    def _computed(self, tape: Tape) -> Tensors:
         guard, look = self._guard, tape.look
         if tape.has_graph:
             kind = type(tape.versions), len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
                 self._kind, guard.graphs = kind, 0
             look.checked = guard.due(tape.batch)
-        if tape.versions is not None:
-            weights = tape.versions.computing(buffers, checked=look.checked)
-        else:
-            weights = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
+        weights = _NOTHING_ELSE if tape.versions is None else tape.versions.computing(checked=look.checked)
         if not tape.has_graph:
             with weights, torch.no_grad():
                 return run_unchanged(self.module, tape.inputs, self._name)

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._torch import version
 from nwise.dtensor import is_dtensor
-from nwise.held import Values, values_in, with_values
+from nwise.held import State, Values, values_in, with_values
 from nwise.stage.hooks import add_to_grad, noted
 
 
@@ -42,13 +42,8 @@ class Versions(ABC):
         self._values: Values = ()  # those of the forward that passes use
 
     @abstractmethod
-    def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> AbstractContextManager[object]:
-        """Let the body run the module's forward.
-
-        Args:
-            buffers: buffers to use instead of the module's own, by name.
-            checked: whether to check what the forward does.
-        """
+    def computing(self, *, checked: bool) -> AbstractContextManager[object]:
+        """Let the body run the module's forward; `checked` says whether to check what this does."""
 
     @abstractmethod
     def passing(self) -> AbstractContextManager[object]:
@@ -59,10 +54,10 @@ class Versions(ABC):
         return with_values(self._values)
 
     @contextmanager
-    def _with_copies(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
-        """Let the body run the module's forward with copies of its parameters, and these buffers."""
+    def _with_copies(self, *, checked: bool) -> Iterator[None]:
+        """Let the body run the module's forward with copies of its parameters."""
         before = {key: version(p) for key, p in self._parameters.items()} if checked else {}
-        with holding(self._module, {**self._parameters, **buffers}, self._name):
+        with holding(self._module, self._parameters, self._name):
             yield
         changed = [key for key, number in before.items() if version(self._parameters[key]) != number]
         if changed:
@@ -105,13 +100,24 @@ class Stashed(Versions):
         super().__init__(module, name)
         self._parameters = {key: _learning_like(p, p.detach().clone()) for key, p in self._parameters.items()}
         self._values = values_in(module)
+        self._state: State | None = None  # of a forward that a pass may run again in parts
 
-    def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> AbstractContextManager[object]:
-        return self._with_copies(buffers, checked=checked)
+    @contextmanager
+    def computing(self, *, checked: bool) -> Iterator[None]:
+        with self._with_copies(checked=checked), noted("__enter__", self._note, saved_tensors_hooks):
+            yield
 
-    def passing(self) -> AbstractContextManager[object]:
-        # A pass may run parts of the module again, as `torch.utils.checkpoint` does, and they must find the old versions.
-        return holding(self._module, self._parameters, self._name)
+    def _note(self, _: saved_tensors_hooks) -> None:
+        """Keep the state before the first part that puts hooks on saved tensors, as `torch.utils.checkpoint` does."""
+        if self._state is None:
+            self._state = State(self._module)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        # A part that runs again must find the old versions, too.
+        reruns = nullcontext() if self._state is None else _finding(self._state)
+        with holding(self._module, self._parameters, self._name), reruns:
+            yield
 
 
 class InMemory(Versions):
@@ -130,10 +136,9 @@ class InMemory(Versions):
         self._owners = _by_memory({key: p.data for key, p in self._parameters.items()}, self._parameters)
 
     @contextmanager
-    def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
+    def computing(self, *, checked: bool) -> Iterator[None]:
         inner: list[object] = []
-        noting = noted("__enter__", inner, saved_tensors_hooks) if checked else nullcontext()
-        with saved_tensors_hooks(self._pack, self._unpack), noting:
+        with saved_tensors_hooks(self._pack, self._unpack), noted("__enter__", inner.append, saved_tensors_hooks):
             yield
         if inner:
             raise self._refused(
@@ -193,8 +198,8 @@ class Recomputed(InMemory):
         self._values = values_in(module)
 
     @contextmanager
-    def computing(self, buffers: Mapping[str, Tensor], *, checked: bool) -> Iterator[None]:
-        with self._with_copies(buffers, checked=checked), super().computing(buffers, checked=checked):
+    def computing(self, *, checked: bool) -> Iterator[None]:
+        with self._with_copies(checked=checked), super().computing(checked=checked):
             yield
 
 
@@ -210,6 +215,28 @@ class _Saved(NamedTuple):
     tensor: Tensor
     found: tuple[Tensor, Tensor] | None
     number: int
+
+
+@contextmanager
+def _finding(state: State) -> Iterator[None]:
+    """Let a module's parts that run again in the body, under hooks on saved tensors, find a state; hooks of gradients do not."""
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+    inside: list[AbstractContextManager[object]] = []
+
+    def entered(hooks: saved_tensors_hooks) -> None:
+        inside.append(nullcontext() if inside else state.restored())
+        inside[-1].__enter__()
+        enter(hooks)
+
+    def left(hooks: saved_tensors_hooks, *error: object) -> None:
+        leave(hooks, *error)
+        inside.pop().__exit__(None, None, None)
+
+    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _by_memory(used: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -240,33 +267,38 @@ def _learning_like(parameter: Tensor, copy: Tensor) -> Tensor:
     return copy
 
 
+def refuse_scripts(module: nn.Module, name: str) -> None:
+    """Raise ValueError if a module is TorchScript, whose tensors cannot be replaced."""
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise ValueError(
+            f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
+            "delay or with `recompute`. Found a scripted module; pass the original module."
+        )
+
+
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Iterator[None]:
-    """Let a module hold these parameters and buffers instead of its own while the body runs.
+    """Let a module hold these parameters instead of its own while the body runs.
 
     Args:
         module: the module.
-        tensors: the parameters and buffers, by name.
+        tensors: the parameters, by name.
         name: the module's name, for errors.
 
     Raises:
-        ValueError: the module is TorchScript, whose tensors cannot be replaced.
+        ValueError: as `refuse_scripts` does.
 
     >>> layer = nn.Linear(1, 1, bias=False)
     >>> with holding(layer, {"weight": torch.ones(1, 1)}, "the layer"):
     ...     layer(torch.full((1, 1), 3.0)).item()
     3.0
     """
-    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-        raise ValueError(
-            f"{name.capitalize()} should not be TorchScript when it runs with replaced parameters or buffers, as under a "
-            "delay or with `recompute`. Found a scripted module; pass the original module."
-        )
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    refuse_scripts(module, name)
+    own = dict(module.named_parameters())
     others = {own[key]: tensor for key, tensor in tensors.items() if key in own}
     # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep the
     # replacement of the first as its own.
-    stores = [store for part in module.modules() for store in (part._parameters, part._buffers)]
+    stores = [part._parameters for part in module.modules()]
     places = [
         (store, key, held) for store in stores for key, held in store.items() if held is not None and held in others
     ]
@@ -276,4 +308,4 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> Iter
         yield
     finally:
         for store, key, held in places:
-            store[key] = held  # type: ignore[assignment]
+            store[key] = held
