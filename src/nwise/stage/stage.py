@@ -17,9 +17,10 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +34,19 @@ from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import add_gradients, without_updates
 from nwise.stage.guard import Guard, Noted
-from nwise.stage.kept import keep
+from nwise.stage.kept import Kept, keep
 from nwise.stage.rerun import FirstRun
 from nwise.stage.tape import Cotangents, Look, Tape
 from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions, holding
-from nwise.tensors import (
-    Tensors,
-    as_argument,
-    as_leaves,
-    call,
-    each,
-    refuse_attributes,
-    run_unchanged,
-    unchanged,
-)
+from nwise.tensors import Tensors, as_argument, as_leaves, call, each, refuse_attributes, run_module, run_unchanged
 
 __all__ = ["LossFn", "Stage"]
 
 LossFn = Callable[..., Tensor]
 
-_NOTHING_ELSE = nullcontext()  # made once: a step enters it many times
+# Made once: a step enters and calls them many times.
+_NOTHING_ELSE, _UNWATCHED = nullcontext(), nullcontext(Noted())
+_asks, _gradient = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class Stage:
@@ -77,7 +71,7 @@ class Stage:
         recompute: bool,
         always: bool = False,
     ) -> None:
-        self.index, self._name = index, f"stage {index}"
+        self.index, self._name, self._output = index, f"stage {index}", f"The output of stage {index}"
         self.module = module
         self.head = head
         self.loss_fn = loss_fn
@@ -155,7 +149,8 @@ class Stage:
             raise
         finally:
             PRESENT.microbatch = None
-        tape.release()
+        if not tape.passes_left and not tape.head_left:
+            tape.release()
         return made
 
     def _forward(self, tape: Tape, continued: bool) -> Tensors:
@@ -166,10 +161,7 @@ class Stage:
         if self.index in tape.batch.watched:
             tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
-        asked = [x.requires_grad for x in tape.inputs] if self.index == 0 else ()
-        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
-        for x, wanted in zip(tape.inputs, asked, strict=False):
-            x.requires_grad_(wanted)
+        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages)) if self.index else _anew(tape.inputs)
         outputs = self._outputs(tape, {})
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
@@ -187,7 +179,7 @@ class Stage:
         assert tape.first is not None
         tape.has_graph = True
         # New leaves, because hooks that the first run put on its inputs are put on again.
-        tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
+        tape.inputs = _anew(tape.inputs)
         with tape.first.again():
             tape.outputs = self._outputs(tape, tape.first.buffers())
         tape.first.compare(tape.outputs, self._name)
@@ -195,14 +187,8 @@ class Stage:
 
     def _outputs(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
         """Run the module, with these buffers instead of its own, and with a graph if the tape has one."""
-        draws = tape.batch.draws
+        draws, guard, look = tape.batch.draws, self._guard, tape.look
         draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
-        outputs = self._computed(tape, buffers)
-        draws.end()
-        return outputs
-
-    def _computed(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
-        guard, look = self._guard, tape.look
         if tape.has_graph:
             kind = type(tape.versions), len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
@@ -212,23 +198,25 @@ class Stage:
             weights = tape.versions.computing(buffers, checked=look.checked)
         else:
             weights = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
+        run = partial(run_unchanged, partial(run_module, self.module, what=self._output), tape.inputs, guard.owner)
         if not tape.has_graph:
             with weights, torch.no_grad():
-                return run_unchanged(self.module, tape.inputs, self._name)
+                outputs = run()
+            draws.end()
+            return outputs
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
         look.suspect = guard.unknown
+        learns = self.learns if tape.versions is None else tape.versions.learns
+        leaves = [*learns, *tape.inputs] if look.checked else []
+        before = RemovableHandle.next_id
+        with weights, guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+            outputs = run()
+        draws.end()
         if look.checked:
-            leaves = [*self._leaves(tape), *tape.inputs]
-            with weights, guard.watching(leaves) as seen:
-                outputs = run_unchanged(self.module, tape.inputs, self._name)
-            refuse_attributes(outputs, f"The output of {self._name}")
+            refuse_attributes(outputs, self._output)
             guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
-        else:
-            before = RemovableHandle.next_id
-            with weights:
-                outputs = run_unchanged(self.module, tape.inputs, self._name)
-            if RemovableHandle.next_id - before != guard.registered:
-                guard.notice(outputs, RemovableHandle.next_id - before, look)
+        elif RemovableHandle.next_id - before != guard.registered:
+            guard.notice(outputs, RemovableHandle.next_id - before, look)
         guard.graphs += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -240,21 +228,15 @@ class Stage:
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         guard, look = self._head_guard, Look(checked=self._head_guard.due(batch))
         before = RemovableHandle.next_id
-        watching = guard.watching(leaves) if look.checked else nullcontext(Noted())
-        with unchanged(leaves, f"The head or loss of stage {self.index}"), watching as seen:
-            try:
-                output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
-                loss = self.loss_fn(output, None if target is None else as_argument(target))
-            except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
-                explain(error, f"stage {self.index}", leaves, target)
-                raise
+        with guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+            loss = run_unchanged(self._loss, leaves, guard.owner, target)
         batch.draws.end()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
-        wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
+        wrt = [*self.head_learns, *filter(_asks, leaves)]
         counts = may_count(weight)
         if counts and flow.own and not loss.requires_grad:
             raise ValueError(
@@ -268,11 +250,17 @@ class Stage:
                 guard.look_through([loss], wrt, named, seen, look)
             elif RemovableHandle.next_id - before != guard.registered:
                 guard.notice([loss], RemovableHandle.next_id - before, look)
-            guard.prepare(look, tape)
+            if guard.wary:
+                guard.prepare(look, tape)
             guard.graphs += 1
-            guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
-        # A micro-batch without terms gives zeros, so its auxiliary losses count; the gradient of its mean would be nan.
-        tape.own = tuple(x.grad if counts or not x.requires_grad else torch.zeros_like(x) for x in leaves)
+            if look.suspect or look.hooked:
+                guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
+            else:
+                add_gradients([loss], seeds, wrt, retain_graph=False)
+        elif not counts:  # zeros, so its auxiliary losses count; the gradient of a mean over no terms would be nan
+            for leaf in filter(_asks, leaves):
+                leaf.grad = torch.zeros_like(leaf)
+        tape.own = tuple(map(_gradient, leaves))
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
@@ -280,6 +268,15 @@ class Stage:
         if not counts or isinstance(weight, Tensor):  # the mean over no terms is nan
             value = torch.where(torch.as_tensor(weight, device=loss.device) > 0, value, 0)
         batch.losses[self.index, m] = value.reshape(()) if value.dim() else value
+
+    def _loss(self, leaves: Tensors, target: Tensors | None) -> object:
+        """Return what the loss returns for the outputs of a forward."""
+        try:
+            output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
+            return self.loss_fn(output, None if target is None else as_argument(target))
+        except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
+            explain(error, f"stage {self.index}", leaves, target)
+            raise
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
@@ -302,40 +299,39 @@ class Stage:
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         guard, look = self._guard, tape.look
+        parameters = self.learns if tape.versions is None else tape.versions.learns  # that the graph ends at
         checks: AbstractContextManager[None] = _NOTHING_ELSE
         if look.checked:
             checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
         with weights_used, checks:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-                tape.kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
-                tape.kept = None
-                if look.moved:  # a hook on the way to parameters alone
-                    roots = [y for y in tape.outputs if y.requires_grad]
-                    guard.refuse_hooks(roots, roots, self._leaves(tape), look, tape)
+                self._replay(tape, tape.kept, parameters, again)
             else:
-                leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=guard.writes is not False or self._always)
-                pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
-                outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
-                everything: list[Tensor] = []  # that a pass of the micro-batch may want
-                if pairs and (guard.wary or look.suspect or look.hooked):
-                    everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
+                leaves = list(filter(_asks, tape.inputs)) if inputs else []
+                outputs, seeds = tape.start(cotangent, apart=guard.writes is not False or self._always)
+                if outputs and guard.wary:
                     guard.prepare(look, tape)
                 keeps = keeps and not look.suspect
-                learns = self._leaves(tape) if weights or keeps else []
-                if pairs and keeps:
-                    with keep(outputs, cotangents, leaves, learns, apart=bool(guard.writes)) as tape.kept:
+                learns = parameters if weights or keeps else []
+                if outputs and keeps:
+                    with keep(outputs, seeds, leaves, learns, apart=bool(guard.writes)) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
-                            safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
+                            safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                     if look.hooked:
-                        guard.refuse_hooks(outputs, cotangents, everything, look, tape)
-                elif pairs and (learns or leaves):
-                    guard.walk(outputs, cotangents, learns + leaves, everything, look, tape, again=again)
+                        guard.refuse_hooks(outputs, seeds, [*parameters, *filter(_asks, tape.inputs)], look, tape)
+                elif outputs and (wanted := learns + leaves):
+                    if look.suspect or look.hooked:
+                        # All leaves that a pass of the micro-batch may want.
+                        everything = [*parameters, *filter(_asks, tape.inputs)]
+                        guard.walk(outputs, seeds, wanted, everything, look, tape, again=again)
+                    else:
+                        add_gradients(outputs, seeds, wanted, retain_graph=again)
+                    look.walked = True
                 # A tensor's hook may write over its argument, too.
                 if cotangent.shared and (guard.writes is None or self._always):
-                    guard.writes = guard.writes or tape.differs(message, seeds)
+                    guard.writes = guard.writes or tape.differs(cotangent, seeds)
         gradients = self._take(tape, again) if inputs else ()
         if weights and tape.versions is not None:
             tape.versions.move_gradients()
@@ -344,9 +340,17 @@ class Stage:
             tape.has_graph = False
         return gradients
 
+    def _replay(self, tape: Tape, kept: Kept, parameters: Sequence[Tensor], again: bool) -> None:
+        """Run W from the cotangents that an I has kept."""
+        look, tape.kept = tape.look, None
+        kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
+        if look.moved:  # a hook on the way to parameters alone
+            roots = list(filter(_asks, tape.outputs))
+            self._guard.refuse_hooks(roots, roots, parameters, look, tape)
+
     def _take(self, tape: Tape, again: bool) -> Cotangents:
         """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""
-        gradients = tuple(x.grad for x in tape.inputs)
+        gradients = tuple(map(_gradient, tape.inputs))
         for x in tape.inputs:
             x.grad = None
         if self.index == 0:
@@ -356,10 +360,6 @@ class Stage:
             self._aliases |= any(a is not b for a, b in zip(apart, gradients, strict=True))
             return apart
         return gradients
-
-    def _leaves(self, tape: Tape) -> list[Tensor]:
-        """Return the parameters that the micro-batch was computed with."""
-        return self.learns if tape.versions is None else tape.versions.learns
 
 
 def learning(stages: Iterable[Stage]) -> list[Tensor]:
@@ -384,6 +384,11 @@ def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
         if module._modules:
             stack += [child for child in reversed(module._modules.values()) if child is not None]
     return list(modules), list(trainable)
+
+
+def _anew(tensors: Tensors) -> Tensors:
+    """Return detached tensors that require a gradient if those given do."""
+    return each(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))
 
 
 def _shapes(tensors: Tensors) -> tuple[torch.Size | None, ...]:
