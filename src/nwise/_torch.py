@@ -177,7 +177,7 @@ def compiled_calls(modules: Iterable[nn.Module]) -> list[Any]:
     >>> compiled_calls([nn.ReLU()])
     [None]
     """
-    return [module._compiled_call_impl for module in modules]
+    return list(map(attrgetter("_compiled_call_impl"), modules))
 
 
 def compile_call(module: nn.Module, **options: Any) -> None:

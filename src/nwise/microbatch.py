@@ -72,12 +72,13 @@ class Batch:
     def results(self, num_stages: int) -> Results:
         """Return what the step has computed beside gradients."""
         by_stage: dict[int, list[tuple[Weight, Tensor]]] = {}
-        for (k, m), loss in self.losses.items():
-            by_stage.setdefault(k, []).append((self.weights[m][k], loss))
-        means: dict[int, Tensor] = {}
         shares: dict[int, Weight] = {}
+        for (k, m), loss in self.losses.items():
+            weight = self.weights[m][k]
+            by_stage.setdefault(k, []).append((weight, loss))
+            shares[k] = shares[k] + weight if k in shares else weight
+        means: dict[int, Tensor] = {}
         for k, losses in by_stage.items():
-            shares[k] = sum((weight for weight, _ in losses[1:]), losses[0][0])
             mean = _mean(losses, shares[k])
             means[k] = mean if mean.is_floating_point() else mean.float()
         absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
@@ -167,18 +168,17 @@ class Parts:
 
     def weights(self, terms: Sequence[Terms], *, on_device: bool = False) -> list[list[Any]]:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
-        counts: list[list[Any]] = []
-        for y, size in zip(self.targets, self.sizes, strict=True):
-            by_loss: dict[Terms, Any] = {}
-            for count in dict.fromkeys(terms):
-                by_loss[count] = float(size) if y is None else (count.on_device if on_device else count)(y, size)
-            counts.append([by_loss[count] for count in terms])
-        totals = [sum(column) for column in zip(*counts, strict=True)]
-        if not all(map(may_count, totals)):
-            raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
-        # On the device a batch without terms has weights of 0, and a loss of nan.
-        totals = [total.clamp(min=1e-300) if isinstance(total, Tensor) else total for total in totals]
-        return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
+        shares: dict[Terms, list[Any]] = {}
+        for of in dict.fromkeys(terms):  # equal losses share theirs
+            count, parts = of.on_device if on_device else of, zip(self.targets, self.sizes, strict=True)
+            counts = [float(size) if y is None else count(y, size) for y, size in parts]
+            total: Any = sum(counts)
+            if not may_count(total):
+                raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+            if isinstance(total, Tensor):  # without terms the weights are 0, and the loss is nan
+                total = total.clamp(min=1e-300)
+            shares[of] = [count / total for count in counts]
+        return list(map(list, zip(*map(shares.__getitem__, terms), strict=True)))
 
 
 def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, batch_dim: BatchDim) -> Parts:
@@ -196,16 +196,14 @@ def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, 
         TypeError: the target is something else.
     """
     targets = None if target is None else as_tuple(target, "`target`")
-    if not any(x.numel() for x in inputs):
+    if not any(map(Tensor.numel, inputs)):
         raise ValueError("The mini-batch should have at least one sample. Found none.")
     num_parts = num_microbatches * num_replicas
     if num_parts == 1:
         return Parts([inputs], [targets], [1], (), (), inputs)
     dims, target_dims = _dims(inputs, targets or (), batch_dim)
     size = batch_size(inputs, "The input of `step`", dims)
-    found = (
-        batch_size(targets, "`target`", target_dims) if targets and any(d is not None for d in target_dims) else size
-    )
+    found = batch_size(targets, "`target`", target_dims) if targets and {*target_dims} != {None} else size
     if found != size:
         raise ValueError(f"`target` should have the input's {size} samples. Found {found}{_REMEDY}.")
     check_parts(size, num_microbatches, num_replicas)
@@ -331,15 +329,17 @@ def batch_size(tensors: Tensors, what: str, dims: Sequence[Dim] | None = None) -
         ValueError: the tensors differ in it, or lack the dimension.
     """
     remedy = "" if dims is None else _REMEDY
-    pairs = [(x, dim) for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True) if dim is not None]
-    for x, dim in pairs:
+    sizes = set[int]()
+    for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True):
+        if dim is None:
+            continue
         if not -x.dim() <= dim < x.dim():
             found = f"a tensor of shape {list(x.shape)}" if x.dim() else "a tensor without dimensions"
             raise ValueError(f"{what} should have samples along dimension {dim}. Found {found}{remedy}.")
         if x.is_nested or x.layout is not torch.strided:
             kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
             raise ValueError(f"{what} should be dense tensors, which can be cut. Found {kind}{remedy}.")
-    sizes = {x.size(dim) for x, dim in pairs}
+        sizes.add(x.size(dim))
     if len(sizes) != 1:
         found = str(sorted(sizes)) if sizes else "no tensor to cut"
         raise ValueError(f"{what} should have the same number of samples in every tensor. Found {found}{remedy}.")

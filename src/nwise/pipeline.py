@@ -263,15 +263,14 @@ class Pipeline(Settings):
         step = Step(self.steps, seed, parts, terms, schedule, structure, engine, *looks)
         results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
         self.habits.after_step()
-        self.staleness = torch.tensor(schedule.ages.weights)[:, None].expand(-1, self.num_microbatches)
-        self.microbatch_losses, self.loss_shares = results.losses, results.shares
+        self.staleness = torch.tensor(schedule.ages.weights)[:, None].expand(-1, m)
+        self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
         self.steps += 1
         if self._observer is not None:
             self._observer.look()
-        result = Losses(results.means, results.ran, processes.here)
         if self.warns_of_divergence:
-            self._divergence.look(self.steps - 1, result)
-        return result
+            self._divergence.look(self.steps - 1, results.means, ran)
+        return Losses(results.means, ran, processes.here)
 
     def drain(self) -> bool:
         """Add the next gradients that are due under a delay, without a new mini-batch; return whether any were due.

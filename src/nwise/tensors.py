@@ -164,7 +164,7 @@ def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Ten
             f"{what} should be given by position or by name. Found {len(inputs)} by position and {', '.join(named)} by name; "
             "name them all."
         )
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+    if len(inputs) == 1 and isinstance(inputs[0], Tensor | Mapping):
         return as_tuple(inputs[0], what)
     return as_tuple(named, what) if named else tuple(as_tuple(inputs, what))
 

@@ -89,8 +89,10 @@ class Cutter:
         """
         call = step % len(schedule.flows)
         kind = schedule.digest, call, parts.whole is None
-        heads = {k for flow in schedule.flows[call] for k in flow.heads}
-        return nullcontext() if kind in self._seen else self._looking(parts, batch, kind, frozenset(heads))
+        if kind in self._seen:
+            return nullcontext()
+        heads = frozenset(k for flow in schedule.flows[call] for k in flow.heads)
+        return self._looking(parts, batch, kind, heads)
 
     @contextmanager
     def _looking(self, parts: Parts, batch: Batch, kind: object, heads: frozenset[int]) -> Iterator[None]:

@@ -108,12 +108,13 @@ class Stage:
             minibatch: index of the mini-batch in the schedule's cycle.
             batch: the mini-batch.
         """
-        k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[minibatch]]
+        k, passes = self.index, schedule.passes[minibatch]
         versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
             versions = late(self.module, self._name)
-        return [Tape(flow, batch, m, schedule.passes[minibatch][k, m], versions) for m, flow in enumerate(flows)]
+        flows = schedule.flows[minibatch]
+        return [Tape(flow.stages[k], batch, m, passes[k, m], versions) for m, flow in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
