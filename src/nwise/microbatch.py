@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nwise.randomness import Draws
-from nwise.tensors import Tensors, as_tuple, names, scatter
+from nwise.tensors import Tensors, as_tuple, asks, names, scatter
 from nwise.terms import Terms
 
 __all__ = ["Batch", "check_parts"]
@@ -145,7 +146,7 @@ class Parts:
     @property
     def ask_gradients(self) -> bool:
         """Whether an input requires a gradient."""
-        return any(tensor.requires_grad for inputs in self.inputs for tensor in inputs)
+        return any(map(asks, chain.from_iterable(self.inputs)))
 
     def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
         """Return the part of a replica, weighted.

@@ -10,6 +10,7 @@ The next module gets the names as keyword arguments, so they travel with the ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
@@ -66,6 +67,9 @@ def names(tensors: Sequence[Tensor]) -> tuple[str, ...]:
 def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
     """Return tensors under these names, or by position without names."""
     return Named(dict(zip(names, tensors, strict=True))) if names else tuple(tensors)
+
+
+asks = attrgetter("requires_grad")  # whether a tensor asks for a gradient, without a call in Python
 
 
 def like(tensors: Tensors, made: Iterable[Tensor]) -> Tensors:
@@ -176,7 +180,7 @@ def call(function: Callable[..., Any], inputs: Tensors) -> Any:
 
 def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
     """Call a module with tensors, and return its outputs as a tuple; `what` names them in an error."""
-    made = call(module, inputs)
+    made = module(**inputs.by_name()) if isinstance(inputs, Named) else module(*inputs)  # `call`, in one call less
     return (made,) if isinstance(made, Tensor) else as_tuple(made, what)
 
 

@@ -72,11 +72,7 @@ class Terms:
         )
         self._over_elements = self.known and owner in _OVER_ELEMENTS
         ignores = self._count is None and "ignore_index" in options
-        self._weighted: tuple[object, int, bool] = (
-            None,
-            0,
-            False,
-        )  # the weights of classes, their version, whether one is 0
+        self._weighted: tuple[object, int, bool] = None, 0, True  # weights of classes, their version, whether all count
         # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
         assumed = not (self.known or ignores or self._count is not None)
         self._warns_of_ignored = self._warns_of_lengths = assumed
@@ -119,17 +115,15 @@ class Terms:
         weight = options.get("weight")
         weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
         count = weights.sum(dtype=torch.float64)
-        return float(count) if self._may_be_empty(weight) else count
+        return count if weight is None or self._all_count(weight) else float(count)
 
-    def _may_be_empty(self, weight: Tensor | None) -> bool:
-        """Return whether a class has no weight; it may be alone in a micro-batch, whose loss is then 0/0."""
-        if weight is None:
-            return False
-        known, number, zero = self._weighted
+    def _all_count(self, weight: Tensor) -> bool:
+        """Return whether every class has a weight; one without may be alone in a micro-batch, whose loss is then 0/0."""
+        known, number, every = self._weighted
         if weight is not known or version(weight) != number:
-            zero = not bool((weight > 0).all())
-            self._weighted = weight, version(weight), zero
-        return zero
+            every = bool((weight > 0).all())
+            self._weighted = weight, version(weight), every
+        return every
 
     def warn_of_lengths(self) -> None:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 
 from nwise._torch import compiled_calls
 from nwise.runtime.snapshot import STATEFUL
+from nwise.tensors import asks
 
 
 class Structure:
@@ -47,7 +48,7 @@ class Structure:
         self._places += [module._parameters for module in modules]
         self._lengths, self._held = list(map(len, self._places)), list(_held(self._places))
         self._parameters = [p for p in self._held if isinstance(p, Tensor)]
-        self._trainable = list(map(_trains, self._parameters))
+        self._trainable = list(map(asks, self._parameters))
         self._compiled = compiled_calls(modules)
 
     @property
@@ -56,12 +57,9 @@ class Structure:
         return (
             list(map(len, self._places)) == self._lengths
             and all(map(is_, _held(self._places), self._held))
-            and list(map(_trains, self._parameters)) == self._trainable
+            and list(map(asks, self._parameters)) == self._trainable
             and all(map(is_, compiled_calls(self.modules), self._compiled))
         )
-
-
-_trains = attrgetter("requires_grad")
 
 
 def _held(places: Iterable[Any]) -> Iterator[object]:

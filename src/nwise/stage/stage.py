@@ -38,7 +38,17 @@ from nwise.stage.kept import Kept, keep
 from nwise.stage.rerun import FirstRun
 from nwise.stage.tape import Cotangents, Look, Tape
 from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions, holding
-from nwise.tensors import Tensors, as_argument, as_leaves, call, each, refuse_attributes, run_module, run_unchanged
+from nwise.tensors import (
+    Tensors,
+    as_argument,
+    as_leaves,
+    asks,
+    call,
+    each,
+    refuse_attributes,
+    run_module,
+    run_unchanged,
+)
 
 __all__ = ["LossFn", "Stage"]
 
@@ -46,7 +56,7 @@ LossFn = Callable[..., Tensor]
 
 # Made once: a step enters and calls them many times.
 _NOTHING_ELSE, _UNWATCHED = nullcontext(), nullcontext(Noted())
-_asks, _gradient = attrgetter("requires_grad"), attrgetter("grad")
+_gradient = attrgetter("grad")
 
 
 class Stage:
@@ -237,7 +247,7 @@ class Stage:
             raise ValueError(
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
-        wrt = [*self.head_learns, *filter(_asks, leaves)]
+        wrt = [*self.head_learns, *filter(asks, leaves)]
         counts = may_count(weight)
         if counts and flow.own and not loss.requires_grad:
             raise ValueError(
@@ -259,7 +269,7 @@ class Stage:
             else:
                 add_gradients([loss], seeds, wrt, retain_graph=False)
         elif not counts:  # zeros, so its auxiliary losses count; the gradient of a mean over no terms would be nan
-            for leaf in filter(_asks, leaves):
+            for leaf in filter(asks, leaves):
                 leaf.grad = torch.zeros_like(leaf)
         tape.own = tuple(map(_gradient, leaves))
         tape.head_left = False
@@ -295,7 +305,8 @@ class Stage:
         again = tape.passes_left > 0
         inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
         # An I and a later W that start from one cotangent share the walk.
-        cotangent = tape.flow.cotangent(message)
+        cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
+        assert cotangent is not None
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
@@ -308,7 +319,7 @@ class Stage:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
                 self._replay(tape, tape.kept, parameters, again)
             else:
-                leaves = list(filter(_asks, tape.inputs)) if inputs else []
+                leaves = list(filter(asks, tape.inputs)) if inputs else []
                 outputs, seeds = tape.start(cotangent, apart=guard.writes is not False or self._always)
                 if outputs and guard.wary:
                     guard.prepare(look, tape)
@@ -321,11 +332,11 @@ class Stage:
                             safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                     if look.hooked:
-                        guard.refuse_hooks(outputs, seeds, [*parameters, *filter(_asks, tape.inputs)], look, tape)
+                        guard.refuse_hooks(outputs, seeds, [*parameters, *filter(asks, tape.inputs)], look, tape)
                 elif outputs and (wanted := learns + leaves):
                     if look.suspect or look.hooked:
                         # All leaves that a pass of the micro-batch may want.
-                        everything = [*parameters, *filter(_asks, tape.inputs)]
+                        everything = [*parameters, *filter(asks, tape.inputs)]
                         guard.walk(outputs, seeds, wanted, everything, look, tape, again=again)
                     else:
                         add_gradients(outputs, seeds, wanted, retain_graph=again)
@@ -346,7 +357,7 @@ class Stage:
         look, tape.kept = tape.look, None
         kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
         if look.moved:  # a hook on the way to parameters alone
-            roots = list(filter(_asks, tape.outputs))
+            roots = list(filter(asks, tape.outputs))
             self._guard.refuse_hooks(roots, roots, parameters, look, tape)
 
     def _take(self, tape: Tape, again: bool) -> Cotangents:
