@@ -27,7 +27,7 @@ from nwise.tensors import as_tuple
 
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "random numbers by stage and step": {"nwise.randomness.Draws.begin": lambda *_: None},
+    "random numbers by stage and step": {"nwise.randomness.seed_all": lambda *_: None},
     "restoring after an error": {"nwise.runtime.step.restored_on_error": lambda *_: nullcontext()},
     "changes of modules and parameters between steps": {"nwise.runtime.structure.Structure.is_current": True},
     "changes in place, and what stages return": {

@@ -115,6 +115,11 @@ def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
     return leaves
 
 
+def anew(tensors: Tensors) -> Tensors:
+    """Return detached tensors that ask for a gradient if those given do."""
+    return each(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))
+
+
 def as_tuple(value: Any, what: str) -> Tensors:
     """Return a tensor, a sequence of tensors or a mapping from names to tensors as a tuple.
 

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
-from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Part, Recorded, Seeded, copies
+from nwise.capture.recording import CudaGraphs, Graphs, NotRecordableError, Observed, Recorded, Seeded, copies
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
-from nwise.randomness import Draws
+from nwise.randomness import Draws, Part
 from nwise.runtime.executor import Memory
 from nwise.runtime.processes import Processes
 from nwise.runtime.step import Step
@@ -273,7 +273,7 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
 
     def launch(i: int) -> None:
         graph, parts = recording.segments[i]
-        graph.replay([draws.seed_of(*part) for part in parts])
+        graph.replay([draws.seed_of(part) for part in parts])
 
     with torch.no_grad():
         copies(recording.inputs, given)

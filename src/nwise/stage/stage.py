@@ -40,6 +40,7 @@ from nwise.stage.tape import Cotangents, Look, Tape
 from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions, holding
 from nwise.tensors import (
     Tensors,
+    anew,
     as_argument,
     as_leaves,
     asks,
@@ -172,7 +173,7 @@ class Stage:
         if self.index in tape.batch.watched:
             tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
-        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages)) if self.index else _anew(tape.inputs)
+        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages)) if self.index else anew(tape.inputs)
         outputs = self._outputs(tape, {})
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
@@ -190,7 +191,7 @@ class Stage:
         assert tape.first is not None
         tape.has_graph = True
         # New leaves, because hooks that the first run put on its inputs are put on again.
-        tape.inputs = _anew(tape.inputs)
+        tape.inputs = anew(tape.inputs)
         with tape.first.again():
             tape.outputs = self._outputs(tape, tape.first.buffers())
         tape.first.compare(tape.outputs, self._name)
@@ -198,8 +199,7 @@ class Stage:
 
     def _outputs(self, tape: Tape, buffers: Mapping[str, Tensor]) -> Tensors:
         """Run the module, with these buffers instead of its own, and with a graph if the tape has one."""
-        draws, guard, look = tape.batch.draws, self._guard, tape.look
-        draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
+        guard, look = self._guard, tape.look
         if tape.has_graph:
             kind = type(tape.versions), len(self.learns)
             if kind != self._kind:  # what the graph may end at has changed
@@ -209,12 +209,12 @@ class Stage:
             weights = tape.versions.computing(buffers, checked=look.checked)
         else:
             weights = holding(self.module, buffers, self._name) if buffers else _NOTHING_ELSE
-        run = partial(run_unchanged, partial(run_module, self.module, what=self._output), tape.inputs, guard.owner)
+        part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
+        function = partial(run_module, self.module, what=self._output)
+        run = partial(tape.batch.draws.run, part, device, run_unchanged, function, tape.inputs, guard.owner)
         if not tape.has_graph:
             with weights, torch.no_grad():
-                outputs = run()
-            draws.end()
-            return outputs
+                return run()
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
         look.suspect = guard.unknown
         learns = self.learns if tape.versions is None else tape.versions.learns
@@ -222,7 +222,6 @@ class Stage:
         before = RemovableHandle.next_id
         with weights, guard.watching(leaves) if look.checked else _UNWATCHED as seen:
             outputs = run()
-        draws.end()
         if look.checked:
             refuse_attributes(outputs, self._output)
             guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
@@ -235,13 +234,12 @@ class Stage:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
         batch, m, flow = tape.batch, tape.microbatch, tape.flow
         target, weight = batch.targets[m], batch.weights[m][self.index]
-        batch.draws.begin("head", self.index, m, tape.outputs[0].device)
+        part, device = ("head", self.index, m), tape.outputs[0].device
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         guard, look = self._head_guard, Look(checked=self._head_guard.due(batch))
         before = RemovableHandle.next_id
         with guard.watching(leaves) if look.checked else _UNWATCHED as seen:
-            loss = run_unchanged(self._loss, leaves, guard.owner, target)
-        batch.draws.end()
+            loss = batch.draws.run(part, device, run_unchanged, self._loss, leaves, guard.owner, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
@@ -396,11 +394,6 @@ def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
         if module._modules:
             stack += [child for child in reversed(module._modules.values()) if child is not None]
     return list(modules), list(trainable)
-
-
-def _anew(tensors: Tensors) -> Tensors:
-    """Return detached tensors that require a gradient if those given do."""
-    return each(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))
 
 
 def _shapes(tensors: Tensors) -> tuple[torch.Size | None, ...]:
