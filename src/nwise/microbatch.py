@@ -82,7 +82,7 @@ class Batch:
         for k, losses in by_stage.items():
             mean = _mean(losses, shares[k])
             means[k] = mean if mean.is_floating_point() else mean.float()
-        absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
+        absent = torch.full_like(next(iter(means.values())), torch.nan) if means else torch.tensor(torch.nan)
         return Results(torch.stack([means.get(k, absent) for k in range(num_stages)]), self.losses, shares)
 
 

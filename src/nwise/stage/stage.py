@@ -289,7 +289,7 @@ class Stage:
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
-        # A pass walks the kept graph back from the outputs to the tensors in `wrt`, and autograd skips everything else:
+        # A pass walks the kept graph back from the outputs to the tensors in `wanted`, and autograd skips everything else:
         #
         #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
         #       I: no weight        W: ends at the first
