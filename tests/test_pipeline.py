@@ -663,6 +663,7 @@ def test_steps_from_a_file_may_be_a_tensor() -> None:
     """No stage was trained from then on."""
     pipe = nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end")
     pipe.steps = torch.tensor(3)  # type: ignore[assignment]
+    assert type(pipe.steps) is int
     assert torch.isfinite(pipe.step(torch.ones(2, 2), target=torch.tensor([0, 1]))).all()
     assert pipe.steps == 4
     assert isinstance(pipe.steps, int)

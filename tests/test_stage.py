@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import nwise
 from nets import InPlace, Tally
 from nwise.flow import Cotangent, StageFlow
+from nwise.microbatch import Batch
+from nwise.schedule.actions import Action, Kind
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
 from test_contract import assert_same, gradients
@@ -133,11 +135,12 @@ def test_one_of_two_messages_may_be_a_cotangent_that_a_later_pass_reads() -> Non
 
 def test_one_of_two_cotangents_may_be_written_over() -> None:
     """A walk differs from what it began with if it has written over a single part of it."""
-    flow = StageFlow(True, True, (), Cotangent(1.0, (), 0, 1.0), None)
+    own = Cotangent(1.0, (), 0, 1.0)
+    flow, outputs = StageFlow(True, True, (), own, None), tuple(torch.ones(2, requires_grad=True) for _ in range(3))
     one, two = torch.ones(2), torch.full((2,), 2.0)
-    tape = Tape(flow, cast(Any, None), 0, 1, own=(one, two, None))
-    assert not tape.differs(None, (one.clone(), two.clone(), None))
-    assert tape.differs(None, (one.clone(), 3 * two, None))
+    tape = Tape(flow, cast(Any, None), 0, 1, outputs=outputs, own=(one, two, None))
+    assert not tape.differs(own, [one.clone(), two.clone()])
+    assert tape.differs(own, [one.clone(), 3 * two])
 
 
 def test_outputs_of_a_micro_batch_are_gone_before_the_next_one() -> None:
@@ -159,12 +162,16 @@ def test_outputs_of_a_micro_batch_are_gone_before_the_next_one() -> None:
 
 
 def test_tape_lets_go_of_its_tensors_after_the_last_pass_and_the_head() -> None:
-    flow = StageFlow(True, True, (), Cotangent(1.0, (), 0, 1.0), None)
-    for passes, head, empty in ((1, False, False), (0, True, False), (0, False, True)):
-        x = (torch.ones(2),)
-        tape = Tape(flow, cast(Any, None), 0, passes, inputs=x, messages={0: x}, outputs=x, head_left=head, own=x)
-        tape.release()
-        assert [not held for held in (tape.inputs, tape.messages, tape.outputs, tape.own)] == [empty] * 4
+    stage, x = Stage(0, nn.Linear(2, 2), None, lambda y, _: y.sum(), recompute=False), (torch.ones(2),)
+    stage.survey(stage.module, None)
+    for head, passes in ((True, 1), (True, 0), (False, 0)):
+        flow = StageFlow(head, head, (), Cotangent(1.0, (), 0, 1.0) if passes else None, None)
+        tape = Tape(flow, Batch([x], [None], [[1.0]]), 0, passes, inputs=x)
+        kinds = [Kind.FORWARD, *[Kind.HEAD] * head, *[Kind.WEIGHT_GRAD] * passes]
+        for kind in kinds:
+            assert tape.inputs
+            stage.run(Action(kind, 0, 0), tape)
+        assert not any((tape.inputs, tape.messages, tape.outputs, tape.own))
 
 
 def doubled_unseen(g: Tensor) -> None:

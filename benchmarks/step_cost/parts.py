@@ -27,12 +27,12 @@ from nwise.tensors import as_tuple
 
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "random numbers by stage and step": {"nwise.randomness.Draws.begin": lambda *_: None},
+    "random numbers by stage and step": {"nwise.randomness.seed_all": lambda *_: None},
     "restoring after an error": {"nwise.runtime.step.restored_on_error": lambda *_: nullcontext()},
     "changes of modules and parameters between steps": {"nwise.runtime.structure.Structure.is_current": True},
     "changes in place, and what stages return": {
-        "nwise.stage.stage.unchanged": lambda *_: nullcontext(),
-        "nwise.stage.stage.run_unchanged": lambda module, inputs, what: as_tuple(module(*inputs), what),
+        "nwise.stage.stage.run_unchanged": lambda function, inputs, who, *others: function(inputs, *others),
+        "nwise.stage.stage.run_module": lambda module, inputs, what: as_tuple(module(*inputs), what),
     },
     "what others see of this rank": {"nwise.runtime.executor.Doing": lambda *_: None},
 }

@@ -28,7 +28,8 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -112,14 +113,20 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions(tensors: Iterable[Tensor | None]) -> list[int]:
+def versions(tensors: Collection[Tensor | None]) -> list[int]:
     """Return `version` for each tensor, and 0 for each None.
 
     >>> x = torch.zeros(2)
     >>> versions([x, None]), versions([x.add_(1), None])
     ([0, 0], [1, 0])
     """
-    return [0 if x is None or x.is_inference() else x._version for x in tensors]
+    try:
+        return list(map(_counter, tensors))
+    except (AttributeError, RuntimeError):  # of None, and of a tensor that does not count
+        return [0 if x is None else version(x) for x in tensors]
+
+
+_counter = attrgetter("_version")
 
 
 def with_hooks(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -170,7 +177,7 @@ def compiled_calls(modules: Iterable[nn.Module]) -> list[Any]:
     >>> compiled_calls([nn.ReLU()])
     [None]
     """
-    return [module._compiled_call_impl for module in modules]
+    return list(map(attrgetter("_compiled_call_impl"), modules))
 
 
 def compile_call(module: nn.Module, **options: Any) -> None:

@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from nwise.certainty import (
 )
 from nwise.microbatch import batch_size
 from nwise.runtime.processes import Processes
-from nwise.tensors import Tensors, as_inputs, call, each, run_module, unchanged
+from nwise.tensors import Tensors, as_inputs, call, each, run_module, run_unchanged
 
 __all__ = [
     "Answers",
@@ -67,8 +68,7 @@ class Answers:
 def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
     """Run the head of stage k on its output, if it has one, and is among `only` if these are given."""
     head = heads.get(k) if only is None or k in only else None
-    with unchanged(hidden, f"The head of stage {k}"):
-        return None if head is None else call(head, hidden)
+    return None if head is None else run_unchanged(partial(call, head), hidden, f"The head of stage {k}")
 
 
 def answer(

@@ -102,8 +102,9 @@ class Losses(Tensor):
 
     def __new__(cls, values: Tensor, ran: Collection[int], here: Collection[int] | None = None) -> Losses:
         losses = values.detach().as_subclass(cls)
-        losses.ran = tuple(k in ran for k in range(len(values)))
-        losses.here = tuple(here is None or k in here for k in range(len(values)))
+        stages = range(len(values))
+        losses.ran = tuple(map(ran.__contains__, stages))
+        losses.here = tuple(map((stages if here is None else here).__contains__, stages))
         return losses
 
     @property
@@ -144,32 +145,39 @@ class Divergence:
 
     def __init__(self) -> None:
         self._warned = False
-        self._unseen: deque[tuple[int, Losses, torch.cuda.Event | None]] = deque()
+        self._unseen: deque[tuple[int, Tensor, Collection[int], torch.cuda.Event | None]] = deque()
 
-    def look(self, step: int, losses: Losses) -> None:
-        """Check the losses of a step, on an accelerator with a delay of two steps."""
+    def look(self, step: int, means: Tensor, ran: Collection[int]) -> None:
+        """Check the losses of a step, on an accelerator with a delay of two steps.
+
+        Args:
+            step: number of the step.
+            means: its losses, ``[A]``.
+            ran: indices of the stages whose losses were computed.
+        """
         if self._warned:
             return
         # Reading a value waits for all work of the GPU so far. So a copy is ordered, and read two steps later.
-        arrived = torch.cuda.Event() if losses.is_cuda else None
-        copied = Losses(losses.to("cpu", non_blocking=True), losses.computed)
+        arrived = torch.cuda.Event() if means.is_cuda else None
+        self._unseen.append((step, means.to("cpu", non_blocking=True), ran, arrived))
         if arrived is not None:
             arrived.record()
-        self._unseen.append((step, copied, arrived))
-        if len(self._unseen) <= (0 if losses.device.type == "cpu" else 2):
+        if len(self._unseen) <= (0 if means.device.type == "cpu" else 2):
             return
-        step, losses, arrived = self._unseen.popleft()
+        step, means, ran, arrived = self._unseen.popleft()
         if arrived is not None:
             arrived.synchronize()
-        if losses.diverged:
+        for k, value in enumerate(means.tolist()):
+            if k not in ran or math.isfinite(value):
+                continue
             self._warned = True
             self._unseen.clear()
-            k = losses.diverged[0]
             warnings.warn(
-                f"The loss of stage {k} should be a finite number. Found {float(losses[k])} in step {step}; lower the rate, "
+                f"The loss of stage {k} should be a finite number. Found {value} in step {step}; lower the rate, "
                 "clip, or skip such steps (`losses.diverged`). This warning appears once.",
                 stacklevel=3,  # at the caller of `step`
             )
+            return
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nwise.randomness import Draws
-from nwise.tensors import Tensors, as_tuple, names, scatter
+from nwise.tensors import Tensors, as_tuple, asks, names, scatter
 from nwise.terms import Terms
 
 __all__ = ["Batch", "check_parts"]
@@ -72,15 +73,16 @@ class Batch:
     def results(self, num_stages: int) -> Results:
         """Return what the step has computed beside gradients."""
         by_stage: dict[int, list[tuple[Weight, Tensor]]] = {}
-        for (k, m), loss in self.losses.items():
-            by_stage.setdefault(k, []).append((self.weights[m][k], loss))
-        means: dict[int, Tensor] = {}
         shares: dict[int, Weight] = {}
+        for (k, m), loss in self.losses.items():
+            weight = self.weights[m][k]
+            by_stage.setdefault(k, []).append((weight, loss))
+            shares[k] = shares[k] + weight if k in shares else weight
+        means: dict[int, Tensor] = {}
         for k, losses in by_stage.items():
-            shares[k] = sum((weight for weight, _ in losses[1:]), losses[0][0])
             mean = _mean(losses, shares[k])
             means[k] = mean if mean.is_floating_point() else mean.float()
-        absent = torch.full_like(next(iter(means.values()), torch.zeros(())), torch.nan)
+        absent = torch.full_like(next(iter(means.values())), torch.nan) if means else torch.tensor(torch.nan)
         return Results(torch.stack([means.get(k, absent) for k in range(num_stages)]), self.losses, shares)
 
 
@@ -144,7 +146,7 @@ class Parts:
     @property
     def ask_gradients(self) -> bool:
         """Whether an input requires a gradient."""
-        return any(tensor.requires_grad for inputs in self.inputs for tensor in inputs)
+        return any(map(asks, chain.from_iterable(self.inputs)))
 
     def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
         """Return the part of a replica, weighted.
@@ -167,18 +169,17 @@ class Parts:
 
     def weights(self, terms: Sequence[Terms], *, on_device: bool = False) -> list[list[Any]]:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
-        counts: list[list[Any]] = []
-        for y, size in zip(self.targets, self.sizes, strict=True):
-            by_loss: dict[Terms, Any] = {}
-            for count in dict.fromkeys(terms):
-                by_loss[count] = float(size) if y is None else (count.on_device if on_device else count)(y, size)
-            counts.append([by_loss[count] for count in terms])
-        totals = [sum(column) for column in zip(*counts, strict=True)]
-        if not all(map(may_count, totals)):
-            raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
-        # On the device a batch without terms has weights of 0, and a loss of nan.
-        totals = [total.clamp(min=1e-300) if isinstance(total, Tensor) else total for total in totals]
-        return [[count / total for count, total in zip(row, totals, strict=True)] for row in counts]
+        shares: dict[Terms, list[Any]] = {}
+        for of in dict.fromkeys(terms):  # equal losses share theirs
+            count, parts = of.on_device if on_device else of, zip(self.targets, self.sizes, strict=True)
+            counts = [float(size) if y is None else count(y, size) for y, size in parts]
+            total: Any = sum(counts)
+            if not may_count(total):
+                raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
+            if isinstance(total, Tensor):  # without terms the weights are 0, and the loss is nan
+                total = total.clamp(min=1e-300)
+            shares[of] = [count / total for count in counts]
+        return list(map(list, zip(*map(shares.__getitem__, terms), strict=True)))
 
 
 def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, batch_dim: BatchDim) -> Parts:
@@ -196,16 +197,14 @@ def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, 
         TypeError: the target is something else.
     """
     targets = None if target is None else as_tuple(target, "`target`")
-    if not any(x.numel() for x in inputs):
+    if not any(map(Tensor.numel, inputs)):
         raise ValueError("The mini-batch should have at least one sample. Found none.")
     num_parts = num_microbatches * num_replicas
     if num_parts == 1:
         return Parts([inputs], [targets], [1], (), (), inputs)
     dims, target_dims = _dims(inputs, targets or (), batch_dim)
     size = batch_size(inputs, "The input of `step`", dims)
-    found = (
-        batch_size(targets, "`target`", target_dims) if targets and any(d is not None for d in target_dims) else size
-    )
+    found = batch_size(targets, "`target`", target_dims) if targets and {*target_dims} != {None} else size
     if found != size:
         raise ValueError(f"`target` should have the input's {size} samples. Found {found}{_REMEDY}.")
     check_parts(size, num_microbatches, num_replicas)
@@ -331,15 +330,17 @@ def batch_size(tensors: Tensors, what: str, dims: Sequence[Dim] | None = None) -
         ValueError: the tensors differ in it, or lack the dimension.
     """
     remedy = "" if dims is None else _REMEDY
-    pairs = [(x, dim) for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True) if dim is not None]
-    for x, dim in pairs:
+    sizes = set[int]()
+    for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True):
+        if dim is None:
+            continue
         if not -x.dim() <= dim < x.dim():
             found = f"a tensor of shape {list(x.shape)}" if x.dim() else "a tensor without dimensions"
             raise ValueError(f"{what} should have samples along dimension {dim}. Found {found}{remedy}.")
         if x.is_nested or x.layout is not torch.strided:
             kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
             raise ValueError(f"{what} should be dense tensors, which can be cut. Found {kind}{remedy}.")
-    sizes = {x.size(dim) for x, dim in pairs}
+        sizes.add(x.size(dim))
     if len(sizes) != 1:
         found = str(sorted(sizes)) if sizes else "no tensor to cut"
         raise ValueError(f"{what} should have the same number of samples in every tensor. Found {found}{remedy}.")

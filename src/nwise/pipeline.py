@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -126,7 +125,7 @@ class Pipeline(Settings):
         rule, self._compression = parse(strategy), parse_compression(compress)
         self.compress = fingerprint(self._compression)
         self.processes = join(len(given), ranks, mesh, timeout)
-        self.seed = torch.initial_seed() if seed is None else index(seed)
+        self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
         shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
@@ -135,7 +134,7 @@ class Pipeline(Settings):
         # One process waits for no other, so the order with the least memory is the best.
         self._order = order or ("depth-first" if self.processes.num_ranks == 1 else "best")
         self._strategy, self._num_microbatches, self.steps = rule, num_microbatches, 0
-        self.staleness = torch.zeros(len(mains), num_microbatches, dtype=torch.int64)
+        self._last_ages: tuple[Sequence[int], int] = [0] * len(mains), num_microbatches
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
@@ -251,7 +250,6 @@ class Pipeline(Settings):
         """
         arguments.check_surroundings()
         processes, m = self.processes, self.num_microbatches
-        self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
         if not self._compared:
             arguments.check_same_batch(processes, parts)
@@ -263,20 +261,18 @@ class Pipeline(Settings):
         if asked:
             arguments.check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        seed, terms = derive(self.seed, self.steps), self._cutter.terms
+        number, seed, terms = self._steps, derive(self._seed, self._steps), self._cutter.terms
         looks = self._hooks, self._cutter.looking, self.on_action
-        step = Step(self.steps, seed, parts, terms, schedule, structure, engine, *looks)
+        step = Step(number, seed, parts, terms, schedule, structure, engine, *looks)
         results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
         self.habits.after_step()
-        self.staleness = torch.tensor(schedule.ages.weights)[:, None].expand(-1, self.num_microbatches)
-        self.microbatch_losses, self.loss_shares = results.losses, results.shares
-        self.steps += 1
+        self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
+        self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
         if self._observer is not None:
             self._observer.look()
-        result = Losses(results.means, results.ran, processes.here)
         if self.warns_of_divergence:
-            self._divergence.look(self.steps - 1, result)
-        return result
+            self._divergence.look(number, results.means, ran)
+        return Losses(results.means, ran, processes.here)
 
     def drain(self) -> bool:
         """Add the next gradients that are due under a delay, without a new mini-batch; return whether any were due.
@@ -369,7 +365,8 @@ class Pipeline(Settings):
         return self._structure
 
     def _next_schedule(self) -> Schedule:
-        return self._program.schedule(self.strategy, self.num_microbatches, self.heads, self._order, self._structure)
+        settings = self._strategy, self._num_microbatches, self.heads, self._order
+        return self._program.schedule(*settings, self._structure)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = ["derive", "generator", "seeded"]
+
+T = TypeVar("T")
+Part = tuple[str, int, int]  # the forward of a "stage", or a "head" with its loss; its stage, and the micro-batch
 
 
 def derive(*names: int | str) -> int:
@@ -37,18 +41,17 @@ class Draws:
     def __init__(self, seed: int = 0, first: int = 0) -> None:
         self.seed, self.first = seed, first
 
-    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        """Seed the global generators for a part: the forward of a stage, or a head with its loss."""
-        seed_all(self.seed_of(what, stage, microbatch), device)
-
-    def end(self) -> None:
-        """End the part, after its last draw."""
+    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that runs a part, with the global generators seeded for it; return what it returns."""
+        seed_all(self.seed_of(part), device)
+        return function(*arguments)
 
     def next_segment(self) -> None:
         """Turn to what the rank computes after a message; a step begins with its first segment."""
 
-    def seed_of(self, what: str, stage: int, microbatch: int) -> int:
+    def seed_of(self, part: Part) -> int:
         """Return the seed of a part."""
+        what, stage, microbatch = part
         # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
         return derive(self.seed, what, stage, self.first + microbatch)
 

@@ -10,7 +10,8 @@ The next module gets the names as keyword arguments, so they travel with the ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from nwise.dtensor import is_dtensor
 
 __all__ = ["Tensors", "as_tuple", "run_module"]
 
+T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
 HIDDEN = "hidden"  # the hidden state between stages of `nwise.carry`
@@ -67,6 +69,9 @@ def with_names(tensors: Iterable[Tensor], names: Sequence[str]) -> Tensors:
     return Named(dict(zip(names, tensors, strict=True))) if names else tuple(tensors)
 
 
+asks = attrgetter("requires_grad")  # whether a tensor asks for a gradient, without a call in Python
+
+
 def like(tensors: Tensors, made: Iterable[Tensor]) -> Tensors:
     """Return tensors under the names of others, or in a tuple of the same kind."""
     if not isinstance(tensors, Named):
@@ -104,7 +109,15 @@ def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> lis
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
     """Return detached tensors that record a separate graph; with `tracked` they have gradients where they can."""
-    return each(tensors, lambda x: x.detach().requires_grad_(tracked and (x.is_floating_point() or x.is_complex())))
+    leaves = each(tensors, Tensor.detach)
+    for x in leaves if tracked else ():
+        x.requires_grad_(x.is_floating_point() or x.is_complex())
+    return leaves
+
+
+def anew(tensors: Tensors) -> Tensors:
+    """Return detached tensors that ask for a gradient if those given do."""
+    return each(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))
 
 
 def as_tuple(value: Any, what: str) -> Tensors:
@@ -160,7 +173,7 @@ def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Ten
             f"{what} should be given by position or by name. Found {len(inputs)} by position and {', '.join(named)} by name; "
             "name them all."
         )
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+    if len(inputs) == 1 and isinstance(inputs[0], Tensor | Mapping):
         return as_tuple(inputs[0], what)
     return as_tuple(named, what) if named else tuple(as_tuple(inputs, what))
 
@@ -172,38 +185,35 @@ def call(function: Callable[..., Any], inputs: Tensors) -> Any:
 
 def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
     """Call a module with tensors, and return its outputs as a tuple; `what` names them in an error."""
-    return as_tuple(call(module, inputs), what)
+    made = module(**inputs.by_name()) if isinstance(inputs, Named) else module(*inputs)  # `call`, in one call less
+    return (made,) if isinstance(made, Tensor) else as_tuple(made, what)
 
 
-class unchanged:
-    """Raise ValueError if the body changes tensors in place whose values are still needed.
+def run_unchanged(function: Callable[..., T], inputs: Tensors, who: str, *others: Any) -> T:
+    """Call a function with tensors whose values are still needed, and with other arguments; return what it returns.
 
-    A class, because a context of `contextlib` costs more, and a step enters two of them for every stage.
+    Args:
+        function: the function.
+        inputs: its first argument.
+        who: what changes the tensors if they change, for the error.
+        others: the other arguments.
+
+    Raises:
+        ValueError: it has changed a tensor in place.
     """
-
-    __slots__ = ("_counters", "_inputs", "_who")
-
-    def __init__(self, inputs: Tensors, who: str) -> None:
-        self._inputs, self._who = inputs, who
-
-    def __enter__(self) -> None:
-        self._counters = versions(self._inputs)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        in_place = "a leaf Variable that requires grad is being used in an in-place"
-        if (error is None and self._counters != versions(self._inputs)) or (
-            isinstance(error, RuntimeError) and in_place in str(error)
-        ):
-            raise ValueError(
-                f"{self._who} should not change its input in place, because other passes still need the values. "
-                "Found an in-place operation; set `inplace=False` in its first layer."
-            ) from error
-
-
-def run_unchanged(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
-    """Call a module, named `what`, with tensors that it must not change; return its outputs as a tuple."""
-    with unchanged(inputs, what.capitalize()):
-        return run_module(module, inputs, f"The output of {what}")
+    before, cause = versions(inputs), None
+    try:
+        made = function(inputs, *others)
+    except RuntimeError as error:
+        if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
+            raise
+        cause = error
+    if cause is None and versions(inputs) == before:
+        return made
+    raise ValueError(
+        f"{who} should not change its input in place, because other passes still need the values. "
+        "Found an in-place operation; set `inplace=False` in its first layer."
+    ) from cause
 
 
 def main_tensor(tensors: Tensors) -> Tensor:

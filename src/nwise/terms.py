@@ -62,8 +62,8 @@ class Terms:
         )
         self._over_elements = self.known and owner in _OVER_ELEMENTS
         ignores = self._count is None and "ignore_index" in options
-        # The weights of classes, their version, and whether one is 0: finding out waits for the device, so once for each value.
-        self._weighted: tuple[object, int, bool] = (None, 0, False)
+        # The weights of classes, their version, and whether all count: finding out waits for the device, so once for each value.
+        self._weighted: tuple[object, int, bool] = None, 0, True
         # What a loss averages over decides how uneven micro-batches weigh:
         #
         #     a method `count`             what it returns
@@ -114,17 +114,15 @@ class Terms:
         weight = options.get("weight")
         weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
         count = weights.sum(dtype=torch.float64)
-        return float(count) if self._may_be_empty(weight) else count
+        return count if weight is None or self._all_count(weight) else float(count)
 
-    def _may_be_empty(self, weight: Tensor | None) -> bool:
-        """Return whether a class has no weight; it may be alone in a micro-batch, whose loss is then 0/0."""
-        if weight is None:
-            return False
-        known, number, zero = self._weighted
+    def _all_count(self, weight: Tensor) -> bool:
+        """Return whether every class has a weight; one without may be alone in a micro-batch, whose loss is then 0/0."""
+        known, number, every = self._weighted
         if weight is not known or version(weight) != number:
-            zero = not bool((weight > 0).all())
-            self._weighted = weight, version(weight), zero
-        return zero
+            every = bool((weight > 0).all())
+            self._weighted = weight, version(weight), every
+        return every
 
     def warn_of_lengths(self) -> None:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks
-from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Part, Recorded, Seeded
+from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
-from nwise.randomness import Draws
+from nwise.randomness import Draws, Part
 from nwise.runtime.executor import Memory
 from nwise.runtime.step import Step
 from nwise.stage.rerun import random_states_kept
@@ -243,7 +243,7 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
 
     def launch(i: int) -> None:
         graph, parts = recording.segments[i]
-        graph.replay([draws.seed_of(*part) for part in parts])
+        graph.replay([draws.seed_of(part) for part in parts])
 
     with torch.no_grad():
         for target, source in zip(recording.inputs, given, strict=True):

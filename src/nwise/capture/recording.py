@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
@@ -25,11 +25,9 @@ import numpy as np
 import torch
 
 from nwise._torch import TorchDispatchMode
-from nwise.randomness import Draws
+from nwise.randomness import Draws, Part, T
 
 __all__ = ["CudaGraphs", "NotRecordableError"]
-
-Part = tuple[str, int, int]  # "stage" or "head", its stage, and the micro-batch
 
 
 class NotRecordableError(RuntimeError):
@@ -132,17 +130,12 @@ class Observed(Draws):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.drawing: list[Counter[Part]] = [Counter()]
-        self._part: Part | None = None
-        self._device = torch.device("cpu")
 
-    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
-        self._part, self._device = (what, stage, microbatch), device
-        super().begin(what, stage, microbatch, device)
-
-    def end(self) -> None:
-        """Note whether the part that has ended has drawn."""
-        if self._part is not None and has_drawn(self._device, self.seed_of(*self._part)):
-            self.drawing[-1][self._part] += 1
+    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+        made = super().run(part, device, function, *arguments)
+        if has_drawn(device, self.seed_of(part)):
+            self.drawing[-1][part] += 1
+        return made
 
     def next_segment(self) -> None:
         self.drawing.append(Counter())
@@ -159,8 +152,7 @@ class Recorded(Draws):
         self._graphs, self._drawing, self._generators = graphs, drawing, generators
         self.segments: list[Seeded] = []
         self._open, self._streams = ExitStack(), dict[Part, list[int]]()
-        self._part, self._on_cpu = "", False
-        self._states = self._present()
+        self._part = ""
 
     def __enter__(self) -> Self:
         self._begin_segment()
@@ -186,28 +178,27 @@ class Recorded(Draws):
         self.segments.append((self._graph, parts))
         self._open.enter_context(self._graph.recording(len(parts)))
 
-    def begin(self, what: str, stage: int, microbatch: int, device: torch.device) -> None:
+    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+        what, stage, _ = part
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
-        self._on_cpu = device.type != "cpu"
-        self._states = self._present()
-        streams = self._streams.get((what, stage, microbatch))
+        states = self._present(device)
+        streams = self._streams.get(part)
         self._graph.draw_from(streams.pop(0) if streams else 0)
-
-    def end(self) -> None:
-        """Refuse the part that has ended if it has drawn from the CPU."""
-        if self._part and self._states != self._present():
+        made = function(*arguments)
+        if states != self._present(device):
             raise NotRecordableError("draws random numbers on the CPU")
         self._part = ""
+        return made
 
     @property
     def name(self) -> str:
         """Name of the present part."""
         return self._part or "A module or loss"
 
-    def _present(self) -> list[str]:
-        """Return the states of all generators on the CPU."""
+    def _present(self, device: torch.device) -> list[str]:
+        """Return the states of all generators on the CPU, but for that which a part on the CPU draws from."""
         states = [random.getstate(), np.random.get_state()]  # noqa: NPY002 - users' code draws from it
-        states += [torch.default_generator.get_state().tolist()] if self._on_cpu else []
+        states += [torch.default_generator.get_state().tolist()] if device.type != "cpu" else []
         return [repr(state) for state in (*states, *map(_state, self._generators))]
 
 

@@ -102,10 +102,11 @@ class Cutter:
         """
         call = step % len(schedule.flows)
         kind = schedule.digest, call, parts.whole is None
-        heads = {k for flow in schedule.flows[call] for k in flow.heads}
         self._steps[kind] += 1
-        looks = self._always or is_due(self._steps[kind])
-        return self._looking(parts, batch, frozenset(heads)) if looks else nullcontext()
+        if not (self._always or is_due(self._steps[kind])):
+            return nullcontext()
+        heads = frozenset(k for flow in schedule.flows[call] for k in flow.heads)
+        return self._looking(parts, batch, heads)
 
     @contextmanager
     def _looking(self, parts: Parts, batch: Batch, heads: frozenset[int]) -> Iterator[None]:

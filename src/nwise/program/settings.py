@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import Tensor, nn
 
 from nwise.batchnorm import warn_of_microbatches
 from nwise.checks import check_at_least
@@ -20,6 +24,9 @@ class Settings(nn.Module):
     _strategy: Strategy
     _num_microbatches: int
     _order: Order
+    _seed: int
+    _steps: int
+    _last_ages: tuple[Sequence[int], int]
     _losses: tuple[LossFn, ...]
 
     @property
@@ -60,6 +67,30 @@ class Settings(nn.Module):
         if num_microbatches > self._num_microbatches:
             warn_of_microbatches(self, num_microbatches, stacklevel=3)
         self._num_microbatches = int(num_microbatches)
+
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers in `step`; may be set between two steps, also to a number of NumPy's."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = index(seed)
+
+    @property
+    def steps(self) -> int:
+        """Number of finished mini-batches; may be set between two steps, also to a tensor from a file."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = index(steps)
+
+    @property
+    def staleness(self) -> Tensor:
+        """Updates between each stage's forward and update under the last step's strategy, ``[A, M]``."""
+        ages, num_microbatches = self._last_ages
+        return torch.tensor(ages)[:, None].expand(-1, num_microbatches)
 
     @property
     def schedule(self) -> Order:

@@ -71,7 +71,7 @@ class Engine:
         self._schedule: Schedule | None = None
         self._due, self._written = DueGradients(), Written()
         self._next = 0
-        self._autocast: torch.dtype | None = None  # of the last step
+        self._autocast: torch.dtype | None = None  # of the last step, under a delay
         processes.before_close(self.close)
 
     @property
@@ -254,7 +254,8 @@ class Engine:
         self._look_for_writes()
         if self._schedule is None:
             self._schedule, self._executor.first = schedule, step
-        self._autocast = autocast_dtype(self.device)
+        if schedule.oldest:
+            self._autocast = autocast_dtype(self.device)
 
     @contextmanager
     def _call(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> Iterator[None]:

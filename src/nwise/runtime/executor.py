@@ -116,9 +116,10 @@ class Executor:
 
     def start(self, schedule: Schedule, step: int) -> None:
         """Begin a call on all channels."""
-        batches = [self.exchanged.get(step - age) for age in range(schedule.oldest + 1)]
-        window = tuple(None if one is None else one.labels for one in batches)
-        self.mail.start(self._messages_of(schedule), step % len(schedule.flows), window)
+        if not self._alone:
+            batches = [self.exchanged.get(step - age) for age in range(schedule.oldest + 1)]
+            window = tuple(None if one is None else one.labels for one in batches)
+            self.mail.start(self._messages_of(schedule), step % len(schedule.flows), window)
 
     def execute(self, schedule: Schedule, step: int, draws: Draws, tell: Tell) -> None:
         """Run the list of a call.

@@ -28,18 +28,20 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     statistics. Other buffers that a forward changes are not kept.
 
     Args:
-        modules: the modules that the body runs, or those of `STATEFUL` among them.
+        modules: those of the modules that the body runs whose kinds are in `STATEFUL`.
         parameters: parameters to whose gradients it adds.
     """
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-    deferred = deferred_norms(modules)
-    for norm in deferred:
-        norm.discard()  # drops statistics of inference in training mode
-    # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
-    moving = (m for m in modules if m.training and (not isinstance(m, Norm) or m.track_running_stats))
-    norms = [m for m in moving if isinstance(m, Norm | torch.jit.ScriptModule)]
-    buffers = [(b, b.clone()) for norm in norms for b in norm._buffers.values() if b is not None]
+    deferred, moving = list[DeferredBatchNorm](), list[nn.Module]()
+    for module in modules:
+        if isinstance(module, DeferredBatchNorm):
+            module.discard()  # drops statistics of inference in training mode
+            deferred.append(module)
+        # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
+        if module.training and (not isinstance(module, Norm) or module.track_running_stats):
+            moving.append(module)
+    buffers = [(b, b.clone()) for module in moving for b in module._buffers.values() if b is not None]
     try:
         yield
         for norm in deferred:

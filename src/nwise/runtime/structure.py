@@ -14,13 +14,16 @@ What changes otherwise, such as the attributes of a user's strategy, takes effec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import is_
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any
 
 from torch import Tensor, nn
 
 from nwise._torch import compiled_calls
 from nwise.runtime.snapshot import STATEFUL
+from nwise.tensors import asks
 
 
 class Structure:
@@ -41,18 +44,24 @@ class Structure:
         self.containers, self.modules = list(containers), modules
         self.learns = list(dict.fromkeys(learns))  # a head may serve several stages
         self.stateful = [module for module in modules if isinstance(module, STATEFUL)]
-        held = [one._modules for one in (*self.containers, *modules)], [module._parameters for module in modules]
-        self._held = [(now, tuple(now.values())) for kind in held for now in kind]
-        self._parameters: list[Tensor] = [p for _, values in self._held for p in values if isinstance(p, Tensor)]
-        self._trainable = [p.requires_grad for p in self._parameters]
+        self._places: list[Any] = [one._modules for one in (*self.containers, *modules)]
+        self._places += [module._parameters for module in modules]
+        self._lengths, self._held = list(map(len, self._places)), list(_held(self._places))
+        self._parameters = [p for p in self._held if isinstance(p, Tensor)]
+        self._trainable = list(map(asks, self._parameters))
         self._compiled = compiled_calls(modules)
 
     @property
     def is_current(self) -> bool:
         """Whether all modules and parameters are where they were, trainable and compiled as they were."""
-        for now, then in self._held:
-            if len(now) != len(then) or not all(map(is_, now.values(), then)):
-                return False
-        if [p.requires_grad for p in self._parameters] != self._trainable:
-            return False
-        return all(map(is_, compiled_calls(self.modules), self._compiled))
+        return (
+            list(map(len, self._places)) == self._lengths
+            and all(map(is_, _held(self._places), self._held))
+            and list(map(asks, self._parameters)) == self._trainable
+            and all(map(is_, compiled_calls(self.modules), self._compiled))
+        )
+
+
+def _held(places: Iterable[Any]) -> Iterator[object]:
+    """Iterate over the values of dictionaries."""
+    return chain.from_iterable(map(methodcaller("values"), places))

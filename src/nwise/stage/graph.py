@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,6 @@ from torch.autograd.graph import GradientEdge, Node
 from nwise._torch import run_backward, versions
 from nwise.dtensor import is_dtensor
 from nwise.randomness import seeded
-
-_NOTHING_ELSE = nullcontext()
 
 
 def add_gradients(
@@ -44,8 +42,10 @@ def add_gradients(
     """
     # Backward operations have the dtype of their forward and must not be cast again. On "meta" nothing is ever cast.
     device = seeds[0].device.type
-    is_cast = device != "meta" and torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if is_cast else _NOTHING_ELSE:
+    if device != "meta" and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            add_gradients(roots, seeds, leaves, retain_graph=retain_graph)
+    else:
         run_backward(
             tuple(roots), tuple(seeds), retain_graph, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True
         )

@@ -69,43 +69,36 @@ class Guard:
         always: whether to look through every graph.
 
     Attributes:
+        owner: as given.
         owners: modules in which a function's backward may keep a state.
         graphs: number of graphs so far.
         registered: number of hooks that the forward of the last graph has put on.
         writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
+        unknown: whether the graphs may add something, and no walk has shown yet whether they do.
+        wary: whether any graph may add something, so `prepare` has to decide about each.
     """
 
     def __init__(self, owner: str, always: bool) -> None:
         self.owners: Sequence[nn.Module] = ()
         self.graphs = self.registered = 0
         self.writes: bool | None = None
-        self._owner, self._always = owner, always
+        self.owner, self._always = owner, always
+        self.unknown = self.wary = False
         self._adds: bool | None = None  # whether a graph has added anything; None until a walk shows it
-        self._functions = False  # whether a graph has had functions that are not torch's plain operations
         self._foreign = False  # whether a graph has had functions of the user's, which may begin to add something
 
     def due(self, batch: Batch) -> bool:
         """Return whether to look through the next graph, of a mini-batch."""
         # Walks with the cotangent 0 will follow, and hooks that only look on should rest in them.
-        hooks = self._foreign and self.registered and self._owner not in batch.looked
+        hooks = self._foreign and self.registered and self.owner not in batch.looked
         return self._always or bool(hooks) or is_due(self.graphs + 1)
-
-    @property
-    def unknown(self) -> bool:
-        """Whether the graphs may add something, and no walk has shown yet whether they do."""
-        return self._functions and self._adds is None
-
-    @property
-    def wary(self) -> bool:
-        """Whether any graph may add something, so `prepare` has to decide about each."""
-        return self._foreign or bool(self._adds)
 
     @contextmanager
     def watching(self, leaves: Sequence[Tensor]) -> Iterator[Noted]:
         """Note what the body, which makes a graph, does to tensors; raise ValueError if it calls ``backward``."""
         seen, before = Noted(), RemovableHandle.next_id
         with (
-            without_backward(leaves, self._owner),
+            without_backward(leaves, self.owner),
             noted("register_hook", seen.hooked.append),
             noted("requires_grad_", seen.asked.append),
         ):
@@ -129,10 +122,11 @@ class Guard:
         """
         nodes = nodes_of(roots)
         made = [x for x in seen.asked if not isinstance(x, nn.Parameter)]
-        check_leaves(nodes, [*leaves, *made], named, self._owner)
+        check_leaves(nodes, [*leaves, *made], named, self.owner)
         custom = has_custom(nodes)
-        self._functions |= custom
+        self.unknown |= custom and self._adds is None
         self._foreign |= has_foreign(nodes)
+        self.wary |= self._foreign
         look.suspect |= custom
         hidden = [x for x in seen.hooked if not isinstance(x, nn.Parameter)]
         self._watch(watched(hidden, nodes, look.moved), len(hidden) == len(seen.hooked), look)
@@ -159,16 +153,16 @@ class Guard:
             look.moved.append(None)
 
     def prepare(self, look: Look, tape: Tape) -> None:
-        """Decide how the next walk through a graph is made.
+        """Decide how the next walk through a graph is made, if the guard is wary.
 
         Args:
             look: what is known of the graph.
             tape: the micro-batch.
         """
         # A coefficient may grow from zero at any step, so the first micro-batch of each looks.
-        looks = self._foreign and tape.share != 1 and self._owner not in tape.batch.looked
+        looks = self._foreign and tape.share != 1 and self.owner not in tape.batch.looked
         if not look.suspect and (self._adds or looks):
-            tape.batch.looked.add(self._owner)
+            tape.batch.looked.add(self.owner)
             look.suspect = True
 
     def walk(
@@ -182,7 +176,7 @@ class Guard:
         *,
         again: bool,
     ) -> None:
-        """Add the gradients of one walk, with the tape's share of what the graph adds.
+        """Add the gradients of one walk through a graph that may add something, with the tape's share of what it adds.
 
         Args:
             roots, seeds, wanted: as for `add_gradients`.
@@ -193,7 +187,7 @@ class Guard:
         Raises:
             ValueError: hooks of hidden tensors add to gradients, or another walk would give other ones.
         """
-        only, look.walked = not again and not look.walked, True
+        only = not again and not look.walked
         self._refuse_removals(look)
         if not look.suspect or (only and tape.share == 1):  # what a graph adds counts as it is
             checks = look.hooked and tape.share != 1
@@ -208,7 +202,7 @@ class Guard:
             states = tensors_in(*self.owners)
             before = versions(states)
             others = [] if only else [x for x in leaves if x not in now]
-            with without_side_gradients(others, self._owner):
+            with without_side_gradients(others, self.owner):
                 add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             if again:
                 self._refuse_removals(look)
@@ -218,6 +212,7 @@ class Guard:
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - share))
         self._adds = bool(self._adds) or any(added is not None for added in extra)
+        self.unknown, self.wary = False, self.wary or self._adds
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that no function of the user's writes over, as one does that returns a part of a workspace."""
@@ -227,7 +222,7 @@ class Guard:
         """Raise ValueError if a graph that is to be walked has fewer hooks than after its forward."""
         if sum(map(len, look.hooks)) < look.num_hooks:
             raise ValueError(
-                f"{self._owner} should keep the hooks of its hidden tensors until the last walk back through their graph. Found "
+                f"{self.owner} should keep the hooks of its hidden tensors until the last walk back through their graph. Found "
                 "one that is gone, as deep equilibrium models remove theirs in the backward; leave it, as it goes with the graph."
             )
 
@@ -242,7 +237,7 @@ class Guard:
             extra = self._extra(roots, seeds, leaves, look, tape)
         if any(added is not None for added in extra):
             raise ValueError(
-                f"{self._owner} should have no hooks of hidden tensors that add to a gradient, because they would add once for "
+                f"{self.owner} should have no hooks of hidden tensors that add to a gradient, because they would add once for "
                 "each micro-batch and pass. Found one; add the loss by `nwise.inject`, change the gradients of parameters by "
                 "`Parameter.register_hook`, or use one micro-batch and the strategy 'end-to-end'."
             )
@@ -263,7 +258,7 @@ class Guard:
         share, tape.share = tape.share, 0.0  # `nwise.inject` has counted already
         try:
             with resting((), () if look.moved else look.hooks), with_values(values_in(*self.owners)):
-                return surplus(roots, seeds, leaves, self._owner, again=again)
+                return surplus(roots, seeds, leaves, self.owner, again=again)
         finally:
             tape.share = share
             with torch.no_grad():

@@ -17,10 +17,11 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +35,30 @@ from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import add_gradients, without_updates
 from nwise.stage.guard import Guard, Noted
-from nwise.stage.kept import keep
+from nwise.stage.kept import Kept, keep
 from nwise.stage.rerun import FirstRun
 from nwise.stage.tape import Cotangents, Look, Tape
 from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions
 from nwise.tensors import (
     Tensors,
+    anew,
     as_argument,
     as_leaves,
+    asks,
     call,
     each,
     refuse_attributes,
+    run_module,
     run_unchanged,
-    unchanged,
 )
 
 __all__ = ["LossFn", "Stage"]
 
 LossFn = Callable[..., Tensor]
 
-_NOTHING_ELSE = nullcontext()  # made once: a step enters it many times
+# Made once: a step enters and calls them many times.
+_NOTHING_ELSE, _UNWATCHED = nullcontext(), nullcontext(Noted())
+_gradient = attrgetter("grad")
 
 
 class Stage:
@@ -78,7 +83,7 @@ class Stage:
         recompute: bool,
         always: bool = False,
     ) -> None:
-        self.index, self._name = index, f"stage {index}"
+        self.index, self._name, self._output = index, f"stage {index}", f"The output of stage {index}"
         self.module = module
         self.head = head
         self.loss_fn = loss_fn
@@ -115,13 +120,13 @@ class Stage:
             minibatch: index of the mini-batch in the schedule's cycle.
             batch: the mini-batch.
         """
-        k, flows = self.index, [flow.stages[self.index] for flow in schedule.flows[minibatch]]
+        k, passes = self.index, schedule.passes[minibatch]
         versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
             versions = late(self.module, self._name)
-        passes = schedule.passes[minibatch]
-        return [Tape(flow, batch, m, passes[k, m], versions and copy(versions)) for m, flow in enumerate(flows)]
+        passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
+        return [Tape(f.stages[k], batch, m, passes[k, m], versions and copy(versions)) for m, f in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
@@ -157,7 +162,8 @@ class Stage:
             raise
         finally:
             PRESENT.microbatch = None
-        tape.release()
+        if not tape.passes_left and not tape.head_left:
+            tape.release()
         return made
 
     def _forward(self, tape: Tape, continued: bool) -> Tensors:
@@ -168,10 +174,7 @@ class Stage:
         if self.index in tape.batch.watched:
             tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
-        asked = [x.requires_grad for x in tape.inputs] if self.index == 0 else ()
-        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
-        for x, wanted in zip(tape.inputs, asked, strict=False):
-            x.requires_grad_(wanted)
+        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages)) if self.index else anew(tape.inputs)
         outputs = self._outputs(tape)
         tape.head_left = tape.flow.head
         if tape.has_graph or tape.head_left:
@@ -188,7 +191,7 @@ class Stage:
         assert tape.first is not None
         tape.has_graph = True
         # New leaves, because hooks that the first run put on its inputs are put on again.
-        tape.inputs = each(tape.inputs, lambda x: x.detach().requires_grad_(x.requires_grad))
+        tape.inputs = anew(tape.inputs)
         with tape.first.again():
             tape.outputs = self._outputs(tape)
         tape.first.compare(tape.outputs)
@@ -196,13 +199,6 @@ class Stage:
 
     def _outputs(self, tape: Tape) -> Tensors:
         """Run the module, with a graph if the tape has one."""
-        draws = tape.batch.draws
-        draws.begin("stage", self.index, tape.microbatch, tape.inputs[0].device)
-        outputs = self._computed(tape)
-        draws.end()
-        return outputs
-
-    def _computed(self, tape: Tape) -> Tensors:
         guard, look = self._guard, tape.look
         if tape.has_graph:
             kind = type(tape.versions), len(self.learns)
@@ -210,23 +206,24 @@ class Stage:
                 self._kind, guard.graphs = kind, 0
             look.checked = guard.due(tape.batch)
         weights = _NOTHING_ELSE if tape.versions is None else tape.versions.computing(checked=look.checked)
+        part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
+        function = partial(run_module, self.module, what=self._output)
+        run = partial(tape.batch.draws.run, part, device, run_unchanged, function, tape.inputs, guard.owner)
         if not tape.has_graph:
             with weights, torch.no_grad():
-                return run_unchanged(self.module, tape.inputs, self._name)
+                return run()
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
         look.suspect = guard.unknown
+        learns = self.learns if tape.versions is None else tape.versions.learns
+        leaves = [*learns, *tape.inputs] if look.checked else []
+        before = RemovableHandle.next_id
+        with weights, guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+            outputs = run()
         if look.checked:
-            leaves = [*self._leaves(tape), *tape.inputs]
-            with weights, guard.watching(leaves) as seen:
-                outputs = run_unchanged(self.module, tape.inputs, self._name)
-            refuse_attributes(outputs, f"The output of {self._name}")
+            refuse_attributes(outputs, self._output)
             guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
-        else:
-            before = RemovableHandle.next_id
-            with weights:
-                outputs = run_unchanged(self.module, tape.inputs, self._name)
-            if RemovableHandle.next_id - before != guard.registered:
-                guard.notice(outputs, RemovableHandle.next_id - before, look)
+        elif RemovableHandle.next_id - before != guard.registered:
+            guard.notice(outputs, RemovableHandle.next_id - before, look)
         guard.graphs += 1  # a graph that was refused is looked through again
         return outputs
 
@@ -234,25 +231,18 @@ class Stage:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
         batch, m, flow = tape.batch, tape.microbatch, tape.flow
         target, weight = batch.targets[m], batch.weights[m][self.index]
-        batch.draws.begin("head", self.index, m, tape.outputs[0].device)
+        part, device = ("head", self.index, m), tape.outputs[0].device
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         guard, look = self._head_guard, Look(checked=self._head_guard.due(batch))
         before = RemovableHandle.next_id
-        watching = guard.watching(leaves) if look.checked else nullcontext(Noted())
-        with unchanged(leaves, f"The head or loss of stage {self.index}"), watching as seen:
-            try:
-                output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
-                loss = self.loss_fn(output, None if target is None else as_argument(target))
-            except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
-                explain(error, f"stage {self.index}", leaves, target)
-                raise
-        batch.draws.end()
+        with guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+            loss = batch.draws.run(part, device, run_unchanged, self._loss, leaves, guard.owner, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
-        wrt = self.head_learns + [leaf for leaf in leaves if leaf.requires_grad]
+        wrt = [*self.head_learns, *filter(asks, leaves)]
         counts = may_count(weight)
         if counts and flow.own and not loss.requires_grad:
             raise ValueError(
@@ -266,11 +256,17 @@ class Stage:
                 guard.look_through([loss], wrt, named, seen, look)
             elif RemovableHandle.next_id - before != guard.registered:
                 guard.notice([loss], RemovableHandle.next_id - before, look)
-            guard.prepare(look, tape)
+            if guard.wary:
+                guard.prepare(look, tape)
             guard.graphs += 1
-            guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
-        # A micro-batch without terms gives zeros, so its auxiliary losses count; the gradient of its mean would be nan.
-        tape.own = guard.apart(tuple(x.grad if counts or not x.requires_grad else torch.zeros_like(x) for x in leaves))
+            if look.suspect or look.hooked:
+                guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
+            else:
+                add_gradients([loss], seeds, wrt, retain_graph=False)
+        elif not counts:  # zeros, so its auxiliary losses count; the gradient of a mean over no terms would be nan
+            for leaf in filter(asks, leaves):
+                leaf.grad = torch.zeros_like(leaf)
+        tape.own = guard.apart(tuple(map(_gradient, leaves)))
         tape.head_left = False
         if not tape.has_graph:
             tape.outputs = ()
@@ -279,9 +275,18 @@ class Stage:
             value = torch.where(torch.as_tensor(weight, device=loss.device) > 0, value, 0)
         batch.losses[self.index, m] = value.reshape(()) if value.dim() else value
 
+    def _loss(self, leaves: Tensors, target: Tensors | None) -> object:
+        """Return what the loss returns for the outputs of a forward."""
+        try:
+            output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
+            return self.loss_fn(output, None if target is None else as_argument(target))
+        except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
+            explain(error, f"stage {self.index}", leaves, target)
+            raise
+
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
-        # A pass walks the kept graph back from the outputs to the tensors in `wrt`, and autograd skips everything else:
+        # A pass walks the kept graph back from the outputs to the tensors in `wanted`, and autograd skips everything else:
         #
         #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
         #       I: no weight        W: ends at the first
@@ -295,45 +300,45 @@ class Stage:
         again = tape.passes_left > 0
         inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
         # An I and a later W that start from one cotangent share the walk.
-        cotangent = tape.flow.cotangent(message)
+        cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
+        assert cotangent is not None
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
         guard, look = self._guard, tape.look
+        parameters = self.learns if tape.versions is None else tape.versions.learns  # that the graph ends at
         checks: AbstractContextManager[None] = _NOTHING_ELSE
         if look.checked:
             checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
         with weights_used, checks:
             if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-                tape.kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
-                tape.kept = None
-                if look.moved:  # a hook on the way to parameters alone
-                    roots = [y for y in tape.outputs if y.requires_grad]
-                    guard.refuse_hooks(roots, roots, self._leaves(tape), look, tape)
+                self._replay(tape, tape.kept, parameters, again)
             else:
-                leaves = [x for x in tape.inputs if inputs and x.requires_grad]
-                seeds = tape.cotangents(message, apart=guard.writes is not False or self._always)
-                pairs = [(y, g) for y, g in zip(tape.outputs, seeds, strict=True) if g is not None and y.requires_grad]
-                outputs, cotangents = [y for y, _ in pairs], [g for _, g in pairs]
-                everything: list[Tensor] = []  # that a pass of the micro-batch may want
-                if pairs and (guard.wary or look.suspect or look.hooked):
-                    everything = self._leaves(tape) + [x for x in tape.inputs if x.requires_grad]
+                leaves = list(filter(asks, tape.inputs)) if inputs else []
+                outputs, seeds = tape.start(cotangent, apart=guard.writes is not False or self._always)
+                if outputs and guard.wary:
                     guard.prepare(look, tape)
                 keeps = keeps and not look.suspect
-                learns = self._leaves(tape) if weights or keeps else []
-                if pairs and keeps:
-                    with keep(outputs, cotangents, leaves, learns, apart=bool(guard.writes)) as tape.kept:
+                learns = parameters if weights or keeps else []
+                if outputs and keeps:
+                    with keep(outputs, seeds, leaves, learns, apart=bool(guard.writes)) as tape.kept:
                         if leaves:
                             # Without kept cotangents, W will read these once more.
-                            safe = cotangents if tape.kept is not None else [g.clone() for g in cotangents]
+                            safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
                             add_gradients(outputs, safe, leaves, retain_graph=True)
                     if look.hooked:
-                        guard.refuse_hooks(outputs, cotangents, everything, look, tape)
-                elif pairs and (learns or leaves):
-                    guard.walk(outputs, cotangents, learns + leaves, everything, look, tape, again=again)
+                        guard.refuse_hooks(outputs, seeds, [*parameters, *filter(asks, tape.inputs)], look, tape)
+                elif outputs and (wanted := learns + leaves):
+                    if look.suspect or look.hooked:
+                        # All leaves that a pass of the micro-batch may want.
+                        everything = [*parameters, *filter(asks, tape.inputs)]
+                        guard.walk(outputs, seeds, wanted, everything, look, tape, again=again)
+                    else:
+                        add_gradients(outputs, seeds, wanted, retain_graph=again)
+                    look.walked = True
                 # A tensor's hook may write over its argument, too.
                 if cotangent.shared and (guard.writes is None or self._always):
-                    guard.writes = guard.writes or tape.differs(message, seeds)
+                    guard.writes = guard.writes or tape.differs(cotangent, seeds)
         gradients = self._take(tape, again) if inputs else ()
         if weights and tape.versions is not None:
             tape.versions.move_gradients()
@@ -342,9 +347,17 @@ class Stage:
             tape.has_graph = False
         return gradients
 
+    def _replay(self, tape: Tape, kept: Kept, parameters: Sequence[Tensor], again: bool) -> None:
+        """Run W from the cotangents that an I has kept."""
+        look, tape.kept = tape.look, None
+        kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
+        if look.moved:  # a hook on the way to parameters alone
+            roots = list(filter(asks, tape.outputs))
+            self._guard.refuse_hooks(roots, roots, parameters, look, tape)
+
     def _take(self, tape: Tape, again: bool) -> Cotangents:
         """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""
-        gradients = self._guard.apart(tuple(x.grad for x in tape.inputs))
+        gradients = self._guard.apart(tuple(map(_gradient, tape.inputs)))
         for x in tape.inputs:
             x.grad = None
         if self.index == 0:
@@ -354,10 +367,6 @@ class Stage:
             self._aliases |= any(a is not b for a, b in zip(apart, gradients, strict=True))
             return apart
         return gradients
-
-    def _leaves(self, tape: Tape) -> list[Tensor]:
-        """Return the parameters that the micro-batch was computed with."""
-        return self.learns if tape.versions is None else tape.versions.learns
 
 
 def learning(stages: Iterable[Stage]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nwise.flow import StageFlow
+from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
@@ -84,31 +84,36 @@ class Tape:
     kept: Kept | None = None
 
     def release(self) -> None:
-        """Drop the tensors of the micro-batch once no action needs them."""
-        if not self.passes_left and not self.head_left:
-            self.inputs = self.outputs = self.own = ()
-            self.messages, self.first, self.kept, self.versions = {}, None, None, None
+        """Drop the tensors of the micro-batch, which no action needs any more."""
+        self.inputs = self.outputs = self.own = ()
+        self.messages, self.first, self.kept, self.versions = {}, None, None, None
 
-    def cotangents(self, message: int | None, *, apart: bool) -> Cotangents:
-        """Return ``own * d + sum_p received[p] * u_p`` for every output: the start of a message's pass, or of W.
+    def start(self, cotangent: Cotangent, *, apart: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * u_p``.
 
         Args:
-            message: index of the message, None for W.
-            apart: whether no other pass may read them, so the walk may write over them.
+            cotangent: the weights of the sum.
+            apart: whether no other pass may read the gradients, so the walk may write over them.
         """
-        cotangent = self.flow.cotangent(message)
-        sources = [(cotangent.own, self.own)] if cotangent.own else []
-        sources += [(weight, self.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
-        sums = [
-            _sum([(weight, part) for weight, source in sources if (part := source[i]) is not None])
-            for i in range(len(sources[0][1]))
-        ]
-        return tuple(g if g is None else g.clone() for g in sums) if apart and cotangent.shared else tuple(sums)
+        weights = (cotangent.own, *cotangent.received)
+        roots, seeds = list[Tensor](), list[Tensor]()
+        for i, output in enumerate(self.outputs):
+            total: Tensor | None = None
+            for p, weight in enumerate(weights, -1) if output.requires_grad else ():
+                part = None if not weight else self.own[i] if p < 0 else self.messages[p][i]
+                if part is not None and total is not None:
+                    total = torch.add(total, part, alpha=weight)
+                elif part is not None:
+                    total = part if weight == 1 else part * weight
+            if total is not None:
+                roots.append(output)
+                seeds.append(total.clone() if apart and cotangent.shared else total)
+        return roots, seeds
 
-    def differs(self, message: int | None, seeds: Cotangents) -> bool:
-        """Return whether a walk has written over the cotangents that it began with, which `cotangents` returned."""
-        before = self.cotangents(message, apart=False)
-        pairs = [(a, b) for a, b in zip(before, seeds, strict=True) if a is not None and b is not None]
+    def differs(self, cotangent: Cotangent, seeds: Sequence[Tensor]) -> bool:
+        """Return whether a walk has written over the gradients that it started from, which `start` returned."""
+        _, before = self.start(cotangent, apart=False)
+        pairs = zip(before, seeds, strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def apart(self, gradients: Cotangents) -> Cotangents:
@@ -122,14 +127,3 @@ class Tape:
 def _address(tensor: Tensor) -> int | None:
     """Return where the memory of a tensor begins; None if it has several parts, as a sparse or nested one."""
     return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
-
-
-def _sum(parts: list[tuple[float, Tensor]]) -> Tensor | None:
-    if not parts:
-        return None
-    (weight, total), *rest = parts
-    if weight != 1:
-        total = total * weight
-    for weight, part in rest:
-        total = torch.add(total, part, alpha=weight)
-    return total
