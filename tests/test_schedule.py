@@ -751,7 +751,7 @@ def test_kinds_without_a_place_in_the_orders_are_refused() -> None:
         message_ages(flows).of(sent)
     with pytest.raises(ValueError, match=r"Only computations and updates should have an urgency. Found SG1\(0.0\)"):
         urgency(sent, task_graph(flows))
-    with pytest.raises(ValueError, match=r"Only computations and updates should have a price. Found SG1\(0.0\)"):
+    with pytest.raises(KeyError, match="SEND_GRADIENT"):
         prices(PAPER, 2)[1].time(sent, flows[0][0].stages[1])
 
 

@@ -102,11 +102,11 @@ def late_grads(calls: Sequence[dict[str, Tensor]], ages: Sequence[int]) -> dict[
     {'stages.0.w': tensor(1.)}
     """
     grads: dict[str, Tensor] = {}
-    for name, newest in calls[-1].items():
+    for name in calls[-1]:
         part, stage, *_ = name.split(".")
         age = ages[int(stage)] if part == "stages" else 0
         if age < len(calls):
-            grads[name] = calls[-1 - age][name] if age else newest
+            grads[name] = calls[-1 - age][name]
     return grads
 
 

@@ -48,7 +48,7 @@ def stage_work(flows: Flows, costs: Costs) -> list[float]:
     """Return the least work of every stage, per cycle of mini-batches."""
     work = []
     for k, price in enumerate(prices(costs, len(flows[0][0].stages))):
-        work.append(len(flows) * price.update)
+        work.append(len(flows) * price.times[Kind.UPDATE])
         for flow, count in counted(flows).items():
             kinds = [*forwards(flow.stages[k], k, 0), *passes(flow.stages[k], k, 0, fuse=False)]
             work[k] += count * sum(_least(price, action, flow) for action in kinds)
@@ -139,7 +139,7 @@ def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ag
     heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
     heads[range(len(actions)), ranks] = 0.0
     updates = np.zeros(num_ranks)  # a rank updates its stages one after another
-    np.add.at(updates, list(placement), [one.update for one in price])
+    np.add.at(updates, list(placement), [one.times[Kind.UPDATE] for one in price])
     for i, action in enumerate(actions):
         # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
         if action.kind is not Kind.INPUT_GRAD or ages.weights[action.stage] == ages.oldest:
