@@ -217,6 +217,12 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
 
 def _flow(matrix: Vector, runs: list[bool]) -> Flow:
     """Choose the messages and combine the cotangents; the columns of stages without anything to train are zero."""
+    # The flow of 2-wise; d is the gradient of the own loss at the stage's output, u the message from above:
+    #
+    #     stage 3    message d    weights d    passes B        one pass for both
+    #     stage 2    message d    weights u    passes I, W     u is the gradient of loss 3
+    #     stage 1    message d    weights u    passes I, W
+    #     stage 0    -            weights u    passes W        loss 0 is not computed
     size = len(matrix)
     wanted = [_from_row(matrix[:, k], k) for k in range(size)]
     # Upwards, because what stage k sends decides what it needs from stage k + 1. Stage k can mix messages that come from above,
@@ -285,6 +291,7 @@ def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
 
 def _marked(cotangent: Cotangent, passes: Sequence[Cotangent]) -> Cotangent:
     """Mark a cotangent that is a single gradient which other passes read too."""
+    # A new sum is a tensor of its own, which its pass may use up. `d` or a message may be read by another pass, later.
     together = [sum(reads) for reads in zip(*(other.reads for other in passes), strict=True)]
     alone = cotangent.is_new or together[cotangent.reads.index(True)] == 1
     return cotangent if alone else replace(cotangent, shared=True)
@@ -302,6 +309,9 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
             return alone.tolist()
     # Gauss-Jordan elimination with partial pivoting: one equation per loss, one unknown per message, the vector on the right.
     # It is exact for small integers. Least squares could leave 1e-17 instead of 0, and with it a message to wait for.
+    #
+    #     messages g2 + g3 and g3, vector g2 - g3:     loss 2    1  0 |  1          1  0 |  1
+    #                                                  loss 3    1  1 | -1    ->    0  1 | -2      weights 1 and -2
     rows = np.column_stack([*(messages[p] for p in usable), vector])
     pivots: list[int] = []  # for each finished row, the message whose weight it gives
     for column in range(len(usable)):
@@ -325,6 +335,7 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
 
 def _is_exact(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
     """Tell whether the weighted messages sum to the vector, each of its numbers, without losing digits."""
+    # 1e9 u - 1e9 v, where u and v are nearly equal, is the vector on paper, but in float32 no digit of it is left.
     parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
     missed = np.abs(sum(parts, start=np.zeros(len(vector))) - vector)
     limit = _LARGEST * np.abs(vector).max()

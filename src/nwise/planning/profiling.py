@@ -202,6 +202,11 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, siz
     """Take medians, and separate the work that the passes share."""
     median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
     through, weights, both = median["input_grad"], median["weights"], median["both"]
+    # Three passes are timed, and a schedule is made of others. For a piece of several layers:
+    #
+    #     through   the chain of layers, to the input         I
+    #     both      the chain and all weights                 B = I + W, so W adds `alone` to a chain that has been walked
+    #     weights   all weights, and most of the chain        a W that walks for itself: `alone` and `chain`
     alone = max(0.0, both - through)  # added by weights to a pass that computes the input's gradient anyway
     return Piece(
         name=bench.names[i],

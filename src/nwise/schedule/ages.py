@@ -75,18 +75,21 @@ def strategy_ages(strategy: Strategy, flows: Flows) -> Ages:
     """
     if not isinstance(strategy, Hogwild):
         return message_ages(flows, (strategy.delay,) * len(flows[0][0].stages))
-    ages = greedy_ages(flows) if strategy.ages == "greedy" else message_ages(flows, _least_ages(flows))
+    if strategy.ages == "greedy":
+        ages = greedy_ages(flows)
+    else:  # for each stage the largest age of all flows
+        paths = [_path_ages(flow, len(flows[0])) for flow in counted(flows)]
+        ages = message_ages(flows, tuple(map(max, zip(*paths, strict=True))))
     return message_ages(flows, ages.weights) if strategy.stashes else replace(ages, stashes=False)
 
 
-@lru_cache(maxsize=64)
-def _least_ages(flows: Flows) -> tuple[int, ...]:
-    """Return the ages of a gradient that travels without waiting, for each stage the largest of all flows."""
-    paths = [_path_ages(flow, len(flows[0])) for flow in counted(flows)]
-    return tuple(map(max, zip(*paths, strict=True)))
-
-
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
+    """Return the age of every stage's gradients if they travel without waiting."""
+    # End-to-end, 3 stages, M = 1, as in the last table above: a mini-batch enters every 2 slots.
+    #
+    #     stage 2    F in slot 2, B in slot 3    age (3 - 2) // 2 = 0
+    #     stage 1    F in slot 1, B in slot 4    age (4 - 1) // 2 = 1
+    #     stage 0    F in slot 0, W in slot 5    age (5 - 0) // 2 = 2
     period = 1 + max(stage.passes for stage in flow.stages)  # slots of the busiest stage
     ages = [0] * len(flow.stages)
     above: list[int] = []  # slots at which the messages of the next stage arrive

@@ -85,10 +85,7 @@ def lower_bound(
     Large schedules get a cheaper, less sharp bound.
 
     Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        costs: costs of one micro-batch.
-        placement: rank of every stage.
-        ages: age of every pass.
+        flows, costs, placement, ages: the problem, as for `nwise.schedule.find.best_order`.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
         pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
@@ -166,6 +163,7 @@ def _lengthen(paths: Matrix, nodes: Numbers, others: Numbers, times: Matrix) -> 
         nodes, others: the node to which every arc leads, and an earlier one from which it comes, ``[arc]``.
         times: time of every arc, ``[arc]``.
     """
+    # As in Bellman and Ford's algorithm, but each arc once: by level, every path to a node is known before it is continued.
     # All nodes of a level are done at once. A node's level is the number of arcs on the longest way to it.
     levels = [0] * len(paths)
     for node, other in sorted(zip(nodes.tolist(), others.tolist(), strict=True)):
@@ -209,6 +207,9 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
         work: duration of each action, ``[action]``.
         tails: time after each action, ``[action, column]``.
     """
+    # No order is faster: a set starts after its least head, one rank needs the sum of its work, and its last action, whichever
+    # that is, still has its tail.
+    #
     # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
     # Sorted by falling head, such a set is a prefix of the actions without the actions of a smaller tail:
     #

@@ -76,6 +76,12 @@ class TaskGraph:
         """The rank of every task."""
         return tuple(self.placement[task.stage] for task in self.tasks)
 
+    # A cycle of two mini-batches, passes of age 1. Those of mini-batch 1 run in call 2, which is call 0 of the next cycle:
+    #
+    #     mini-batch  minibatch + age   call   late
+    #     0           1                 1      0
+    #     1           2                 0      1
+
     @cached_property
     def call(self) -> tuple[int, ...]:
         """The call of the cycle that runs each task."""
@@ -205,11 +211,6 @@ def held_back(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
 
     The activation is that of the same micro-batch, `ages.oldest` + 1 cycles before. Without a delay only stages wait that do not
     receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
-
-    Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        placement: rank of every stage.
-        ages: age of every pass.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1
