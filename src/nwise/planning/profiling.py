@@ -238,8 +238,8 @@ class _Bench:
         tracked = [x for x in leaves if x.requires_grad]
         with self._autocast():
             forward, outputs = self._timed(lambda: run_module(piece, leaves, _WHAT))
-        seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
         roots = [y for y in outputs if y.requires_grad]
+        seeds = list(map(torch.randn_like, roots))
 
         def back(wrt: list[Tensor]) -> float:
             if not wrt or not roots:
@@ -298,7 +298,7 @@ class _Bench:
 
     def fixed_sizes(self, i: int, size: int) -> dict[str, Any]:
         """Return the bytes of outputs, parameters and optimizer state; a head has state like the pieces, by parameter."""
-        weights = [sum(p.nbytes for p in piece.parameters()) for piece in self._pieces]
+        weights = float(sum(p.nbytes for p in self._pieces[i].parameters()))
         state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
         learns = sum(p.nbytes for piece in self._pieces for p in piece.parameters() if p.requires_grad)
         head = self._head(i, 1)[0]
@@ -306,8 +306,8 @@ class _Bench:
         return {
             "learns": any(p.requires_grad for p in self._pieces[i].parameters()),
             "message_bytes": float(sum(y.nbytes for y in self._input(i + 1, size))),
-            "weight_bytes": float(weights[i]),
-            "fixed_bytes": float(weights[i] + state[i]),
+            "weight_bytes": weights,
+            "fixed_bytes": weights + state[i],
             "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),
         }
 

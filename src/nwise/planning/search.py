@@ -217,7 +217,10 @@ class Search:
         known = self.assignments
         balanced = known[:_STARTS]
         balanced += sorted(known, key=self._score)[:_STARTS] if self._memory is not None else []
-        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait.
+        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait. Here
+        # stage 1 of 4 is the long one:
+        #
+        #     p0 | p1 p2 p3 p4 p5 | p6 | p7
         size, stages, lopsided = len(self._pieces), self._num_stages, list[Assignment]()
         speeds = [device.speed for device in self._devices]
         few = self._num_microbatches <= _FEW

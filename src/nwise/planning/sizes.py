@@ -15,13 +15,7 @@ from nwise.tensors import Tensors, as_leaves, each, run_module
 
 
 class PieceSizes:
-    """Measures a piece of a network for a micro-batch; leaves no gradients.
-
-    Args:
-        piece: the piece.
-        inputs: its inputs; those that carry a gradient require it.
-        device: device of both.
-    """
+    """Measures a piece of a network on inputs, of which those that carry a gradient require it; leaves no gradients."""
 
     def __init__(self, piece: nn.Module, inputs: Tensors, device: torch.device) -> None:
         self._piece, self._inputs, self._device = piece, inputs, device

@@ -27,12 +27,12 @@ Forwards and heads have age 0, and a message has any age from that of the messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from nwise.flow import Cotangent, Flow, Flows, StageFlow, counted
+from nwise.flow import Flow, Flows, StageFlow, counted
 from nwise.schedule.actions import Action, Kind
 from nwise.strategies import Hogwild, Strategy
 
@@ -250,21 +250,13 @@ def message_ages(flows: Flows, weights: tuple[int, ...] = (), when: When = "late
     late: list[list[int]] = []
     for k in stages:
         limits = [max(weights)] * counts[k]
-        for cotangent, age in _uses(k - 1, different, weights, late) if k else ():
-            for p in cotangent.needed:
-                limits[p] = min(limits[p], age)
+        for stage in [flow.stages[k - 1] for flow in different] if k else ():
+            uses = [*zip(stage.messages, late[k - 1], strict=False)]
+            for cotangent, age in [*uses, (stage.weights, weights[k - 1])] if stage.weights else uses:
+                for p in cotangent.needed:
+                    limits[p] = min(limits[p], age)
         # W starts from the cotangents that its message has kept, so the message must not be older.
         for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
             limits[q] = max(early[k][q], min(limits[q], weights[k]))
         late.append(limits)
     return Ages(weights, tuple(map(tuple, late)))
-
-
-def _uses(
-    k: int, flows: Sequence[Flow], weights: Sequence[int], messages: Sequence[Sequence[int]]
-) -> Iterator[tuple[Cotangent, int]]:
-    """Iterate over the cotangents of a stage, each with its age."""
-    for stage in (flow.stages[k] for flow in flows):
-        if stage.weights is not None:
-            yield stage.weights, weights[k]
-        yield from zip(stage.messages, messages[k], strict=False)

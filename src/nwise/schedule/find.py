@@ -104,19 +104,13 @@ def problem(
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
     rule = parse(strategy)
     flows = flows_for(rule, num_stages, num_microbatches)
-    return flows, place(placement, num_ranks, flows, costs), strategy_ages(rule, flows)
-
-
-def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, costs: Costs) -> Placement:
-    """Return the rank of every stage; see `best`."""
-    num_stages = len(flows[0][0].stages)
     if num_ranks is None:
         num_ranks = num_stages if isinstance(placement, str) else 1 + max(placement, default=0)
     check_at_least(1, num_ranks=num_ranks)
-    if placement != "balanced":
-        return make_placement(placement, num_stages, num_ranks)
-    make_placement("contiguous", num_stages, num_ranks)  # checks the number of ranks
-    return balanced(stage_work(flows, costs), num_ranks)
+    # This checks the number of ranks, too.
+    ranks = make_placement("contiguous" if placement == "balanced" else placement, num_stages, num_ranks)
+    ranks = balanced(stage_work(flows, costs), num_ranks) if placement == "balanced" else ranks
+    return flows, ranks, strategy_ages(rule, flows)
 
 
 def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, memory: Limit = None) -> Timed:
@@ -140,10 +134,8 @@ def fastest(
     """Return the best of the schedules that fit the memory.
 
     Args:
-        schedules: the schedules; of equal ones the first is preferred.
-        costs: costs of one micro-batch.
+        schedules, costs, memory: the schedules, of equal ones the preferred first, and what they cost and may need; see `best`.
         what: name of the schedule with the least memory, for the error.
-        memory: limit in bytes, one for all ranks or one for each; default: none.
         enough: period at which the search ends; default: it tries all.
 
     Raises:

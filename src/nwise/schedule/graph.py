@@ -63,15 +63,6 @@ class TaskGraph:
     needs: tuple[tuple[Need, ...], ...]
 
     @cached_property
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks that need each task."""
-        users: list[list[int]] = [[] for _ in self.tasks]
-        for task, needs in enumerate(self.needs):
-            for need in needs:
-                users[need.task].append(task)
-        return tuple(map(tuple, users))
-
-    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of every task."""
         return tuple(self.placement[task.stage] for task in self.tasks)

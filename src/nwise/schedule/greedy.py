@@ -67,9 +67,12 @@ class ListScheduler:
         keys = [urgency(action, graph) for action in tasks]
         places = {key: place for place, key in enumerate(sorted(set(keys)))}
         self.urgent = [places[key] for key in keys]
-        self.wakes = [
-            {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
-        ]
+        self.wakes: list[set[int]] = [set() for _ in tasks]  # the ranks to which the result of a task travels
+        for rank, need in (
+            (rank, need) for rank, needs in zip(graph.ranks, graph.needs, strict=True) for need in needs
+        ):
+            if need.link:
+                self.wakes[need.task].add(rank)
         self.most = [math.inf if cap is None else cap + delay * len(graph.flows[0]) for delay in delays]
         self.forward = [a.kind is Kind.FORWARD for a in tasks]
         # The stage and micro-batch of every task, and the number of tasks of each, by mini-batch.
@@ -130,12 +133,7 @@ class ListScheduler:
 
 
 class _Run:
-    """One simulation.
-
-    Args:
-        tables: what it simulates.
-        pace: see `ListScheduler.run`.
-    """
+    """One simulation; see `ListScheduler.run`."""
 
     def __init__(self, tables: ListScheduler, pace: float) -> None:
         self._tables, self._pace = tables, pace

@@ -107,10 +107,10 @@ class _Work:
         graph = schedule.graph
         self._schedule, self._numbers = schedule, numbers
         self.actions = [graph.tasks[task] for task in numbers]
-        self._late = [graph.late[task] for task in numbers]
+        self._times = [(graph.late[task], i) for i, task in enumerate(numbers)]  # cycles later, and place in the list
         # The places of every stage's and micro-batch's tasks, in the order of time.
         self._places: _Places = {}
-        for i in sorted(range(len(numbers)), key=lambda i: (self._late[i], i)):
+        for _, i in sorted(self._times):
             a = self.actions[i]
             if a.kind is not Kind.UPDATE:
                 self._places.setdefault((a.stage, a.microbatch, a.minibatch), []).append(i)
@@ -139,16 +139,13 @@ class _Work:
 
     def spans(self, costs: Costs) -> Iterator[_Span]:
         """Iterate over everything that is live for a while."""
-        graph, actions, late = self._schedule.graph, self.actions, self._late
+        graph, actions, times = self._schedule.graph, self.actions, self._times
         activation, output, cotangent, gradient, head_gradient = (
             costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
         )
 
         def span(first: int, last: int, num_bytes: float) -> _Span:
-            return first, last, late[last] - late[first], num_bytes
-
-        def order(i: int) -> tuple[int, int]:
-            return late[i], i
+            return first, last, times[last][0] - times[first][0], num_bytes
 
         for (k, m, minibatch), places in self._places.items():
             received: set[int] = set()
@@ -163,7 +160,7 @@ class _Work:
                     yield span(begin, end, output[k])
                 else:
                     uses.append(end)
-            yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
+            yield span(first, max([first, *uses, *above[-1:]], key=times.__getitem__), output[k])
             for i in places:
                 kind, needs = actions[i].kind, graph.needs[self._numbers[i]]
                 links = {need.task for need in needs if need.link} - received
@@ -172,9 +169,9 @@ class _Work:
                 if kind is Kind.HEAD and graph.stage(self._numbers[i]).own:
                     yield span(i, last, output[k])
                 elif kind is Kind.WEIGHT_GRAD:  # since the I of its cotangent, if it needs one
-                    kept = {need.task for need in needs if graph.tasks[need.task].stage == k}
-                    for j in (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in kept):
-                        yield span(j, i, cotangent[k])
+                    made = {need.task for need in needs}
+                    passes = (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in made)
+                    yield from (span(j, i, cotangent[k]) for j in passes)
             yield from (span(i, last, output[k]) for i in above if actions[i].message is not None)
         # The first task of a call that makes gradients of a stage or a head, until their update.
         updates = {(a.stage, a.minibatch): i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
