@@ -68,10 +68,8 @@ class ListScheduler:
         places = {key: place for place, key in enumerate(sorted(set(keys)))}
         self.urgent = [places[key] for key in keys]
         self.wakes: list[set[int]] = [set() for _ in tasks]  # the ranks to which the result of a task travels
-        for rank, need in (
-            (rank, need) for rank, needs in zip(graph.ranks, graph.needs, strict=True) for need in needs
-        ):
-            if need.link:
+        for rank, needs in zip(graph.ranks, graph.needs, strict=True):
+            for need in (need for need in needs if need.link):
                 self.wakes[need.task].add(rank)
         self.most = [math.inf if cap is None else cap + delay * len(graph.flows[0]) for delay in delays]
         self.forward = [a.kind is Kind.FORWARD for a in tasks]
