@@ -102,17 +102,13 @@ class Clock:
             # The start is the latest of all times that it waits for; `cause` is what decides it, the arc of a critical path.
             time = now[machine]
             for other, lag, cycles in waits[node]:
-                if cycles:
-                    if cycles <= len(before) and before[cycles - 1][other] + lag > time:
-                        time = before[cycles - 1][other] + lag
-                        cause[node] = other, cycles
+                if cycles > len(before):
                     continue
-                arrived = end[other]
+                arrived = before[cycles - 1][other] if cycles else end[other]
                 if arrived is None:
                     return other
                 if arrived + lag > time:
-                    time = arrived + lag
-                    cause[node] = other, 0
+                    time, cause[node] = arrived + lag, (other, cycles)
             start[node] = time
             end[node] = now[machine] = time + duration[node]
             return None
