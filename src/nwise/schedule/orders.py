@@ -97,7 +97,7 @@ def schedule_by_rank(
 
 
 def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Callable[[float, int], Iterator[Schedule]]:
-    """Return a function that makes list schedules of delayed gradients, in which a message has its age in every micro-batch.
+    """Return a function that makes list schedules of delayed gradients, whose messages may differ in age between micro-batches.
 
     Its arguments are the least time between two calls of a rank, and the largest number of micro-batches in flight per stage,
     besides the mini-batches that wait for their delay. Its result leaves out the schedules that it has given before. It is empty
