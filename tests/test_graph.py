@@ -37,7 +37,6 @@ def test_graph_by_hand() -> None:
     ]  # fmt: skip
     links = [(need.task, task) for task, needs in enumerate(graph.needs) for need in needs if need.link]
     assert links == [(1, 3), (5, 8)]
-    assert graph.users[1] == (2, 3, 7, 8)
     assert graph.ranks == (0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1)
     schedule = arrange(
         "by hand", graph.flows, [[graph.tasks[task] for task in (0, 1, 2, 7, 9, 8)], graph.tasks[3:7]], graph.placement

@@ -217,16 +217,29 @@ def _cheapest(credit: bytes, trainable: tuple[bool, ...], probes: tuple[bool, ..
 
 def _flow(matrix: Vector, runs: list[bool]) -> Flow:
     """Choose the messages and combine the cotangents; the columns of stages without anything to train are zero."""
-    messages = _messages(matrix)
-    wanted = [_from_row(matrix[:, k], k) for k in range(len(matrix))]
-    fused = []
-    # Upwards, because what stage k sends decides what it needs from stage k + 1.
-    for k in range(len(matrix)):
-        needed = _needed_below(k, messages, wanted)
-        messages[k] = _enough(messages[k], needed, _losses(matrix, k))
+    # The flow of 2-wise; d is the gradient of the own loss at the stage's output, u the message from above:
+    #
+    #     stage 3    message d    weights d    passes B        one pass for both
+    #     stage 2    message d    weights u    passes I, W     u is the gradient of loss 3
+    #     stage 1    message d    weights u    passes I, W
+    #     stage 0    -            weights u    passes W        loss 0 is not computed
+    size = len(matrix)
+    wanted = [_from_row(matrix[:, k], k) for k in range(size)]
+    # Upwards, because what stage k sends decides what it needs from stage k + 1. Stage k can mix messages that come from above,
+    # but it cannot take a mixture apart, so above single losses there are only single losses:
+    #
+    #     boundary    1   2   3 | 4   5
+    #     messages    mixtures  | single losses      <-- gradients travel to the left
+    messages: list[list[Vector]] = [[]]
+    fused = [_share(messages[0], wanted[0], [])]
+    for k in range(1, size):
+        # All vectors that stage k - 1 combines from the messages of stage k.
+        needed = [part for u in (wanted[k - 1], *messages[k - 1]) if (part := _from_row(u, k)).any()]
+        losses = [unit for j, unit in enumerate(np.eye(size)) if j >= k and matrix[j, :k].any()]
+        messages.append(min(_basis(needed), losses, key=len))
         fused.append(_share(messages[k], wanted[k], needed))
     stages = []
-    for k, above in enumerate(messages[1:]):
+    for k, above in enumerate([*messages[1:], []]):
         sent = [_combine(message, above, k) for message in messages[k]]
         weights = _combine(wanted[k], above, k) if wanted[k].any() else None
         passes = [*sent, *([] if weights is None or fused[k] is not None else [weights])]
@@ -237,73 +250,18 @@ def _flow(matrix: Vector, runs: list[bool]) -> Flow:
     return Flow(tuple(stages))
 
 
-def _messages(matrix: Vector) -> list[list[Vector]]:
-    """Choose the messages that cross each boundary ``0 .. A``, nearest loss first, each as weights of all losses.
-
-    A message is a column of credit (a mixture) or a single loss.
-    """
-    num_stages = len(matrix)
-    columns = [_columns(matrix, k) for k in range(num_stages)]
-    losses = [_losses(matrix, k) for k in range(num_stages)]
-
-    def total(first: int) -> int:
-        return sum(map(len, columns[:first])) + sum(map(len, losses[first:]))
-
-    # A stage can mix single losses but cannot take a mixture apart, so the boundaries fall into two groups:
-    #
-    #     boundary    1   2   3 | 4   5
-    #     messages    mixtures  | single losses      <-- gradients travel to the left
-    #
-    # The border lies where the messages are fewest in all.
-    first = min(reversed(range(num_stages + 1)), key=total)
-    return [*columns[:first], *losses[first:], []]
-
-
-def _columns(matrix: Vector, k: int) -> list[Vector]:
-    """Return a basis of the columns of ``C[k:, :k]``: without those that can be combined from the others."""
-    block = [_from_row(column, k) for column in matrix[:, :k].T]
-    # Columns that differ by a positive factor become one key, hence one message; its receivers have the factors as weights.
-    scaled = {tuple(_scaled(column)): None for column in block if column.any()}
+def _basis(vectors: Sequence[Vector]) -> list[Vector]:
+    """Return messages from which all the vectors can be combined, the nearest farthest loss first."""
+    # A stage that learns from few losses can use only messages of few losses, so those come first. In credit that is nearly
+    # dependent, such as that of float32, one message more may change what others can make without losing digits, so all are
+    # tried again. It ends, because a vector that is a message needs no others.
     kept: list[Vector] = []
-    # A stage that learns from few losses can use only messages of few losses, so those come first.
-    for column in sorted(map(np.array, scaled), key=np.count_nonzero):
-        if _express(column, kept) is None:
-            kept.append(column)
-    return sorted(kept, key=_place)
-
-
-def _scaled(column: Vector) -> Vector:
-    """Return the column with 1 as its largest number, or as it is if a number would become too small for float64."""
-    largest = np.abs(column).max()
-    scaled = column / largest
-    return scaled if np.abs(scaled[column != 0.0]).min() >= np.finfo(np.float64).tiny else column
-
-
-def _losses(matrix: Vector, k: int) -> list[Vector]:
-    """Return the losses from ``k`` on from which a stage before ``k`` learns, as unit vectors."""
-    return [unit for j, unit in enumerate(np.eye(len(matrix))) if j >= k and matrix[j, :k].any()]
-
-
-def _enough(messages: list[Vector], needed: Sequence[Vector], losses: list[Vector]) -> list[Vector]:
-    """Return the messages, or others if the stage below cannot combine all that it needs from them."""
-    # In credit from float32, columns that should be dependent differ by its rounding. Then it is a matter of float64's rounding
-    # whether a column can be combined, and two boundaries may disagree about it. A vector that is itself a message, and single
-    # losses, need no rounding.
-    if not _missing(needed, messages):
-        return messages
-    kept: list[Vector] = []
-    while missing := _missing(needed, kept):
-        kept = sorted([*kept, min(missing, key=np.count_nonzero)], key=_place)
-    return min(kept, losses, key=len)
-
-
-def _missing(needed: Sequence[Vector], messages: Sequence[Vector]) -> list[Vector]:
-    return [vector for vector in needed if _express(vector, messages) is None]
-
-
-def _needed_below(k: int, messages: Sequence[Sequence[Vector]], wanted: Sequence[Vector]) -> list[Vector]:
-    """Return all vectors that stage ``k - 1`` combines from the messages of stage ``k``."""
-    return [part for u in (wanted[k - 1], *messages[k - 1]) if (part := _from_row(u, k)).any()] if k else []
+    while missing := [vector for vector in vectors if _express(vector, kept) is None]:
+        vector = min(missing, key=np.count_nonzero)
+        scaled = vector / np.abs(vector).max()  # its receivers have the factors as weights
+        kept.append(vector if _express(vector, [scaled]) is None else scaled)  # 1e-300 / 1e300 is 0
+        kept.sort(key=lambda message: (_far(message), int(np.flatnonzero(message)[0])))
+    return kept
 
 
 def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> int | None:
@@ -318,7 +276,7 @@ def _share(messages: list[Vector], wanted: Vector, needed: Sequence[Vector]) -> 
         return None
     for place in reversed(range(len(messages))):
         replaced = [*messages[:place], wanted, *messages[place + 1 :]]
-        if not _missing(needed, replaced):
+        if all(_express(vector, replaced) is not None for vector in needed):
             messages[place] = wanted
             return place
     return None
@@ -333,6 +291,7 @@ def _combine(vector: Vector, above: Sequence[Vector], k: int) -> Cotangent:
 
 def _marked(cotangent: Cotangent, passes: Sequence[Cotangent]) -> Cotangent:
     """Mark a cotangent that is a single gradient which other passes read too."""
+    # A new sum is a tensor of its own, which its pass may use up. `d` or a message may be read by another pass, later.
     together = [sum(reads) for reads in zip(*(other.reads for other in passes), strict=True)]
     alone = cotangent.is_new or together[cotangent.reads.index(True)] == 1
     return cotangent if alone else replace(cotangent, shared=True)
@@ -350,6 +309,9 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
             return alone.tolist()
     # Gauss-Jordan elimination with partial pivoting: one equation per loss, one unknown per message, the vector on the right.
     # It is exact for small integers. Least squares could leave 1e-17 instead of 0, and with it a message to wait for.
+    #
+    #     messages g2 + g3 and g3, vector g2 - g3:     loss 2    1  0 |  1          1  0 |  1
+    #                                                  loss 3    1  1 | -1    ->    0  1 | -2      weights 1 and -2
     rows = np.column_stack([*(messages[p] for p in usable), vector])
     pivots: list[int] = []  # for each finished row, the message whose weight it gives
     for column in range(len(usable)):
@@ -373,6 +335,7 @@ def _express(vector: Vector, messages: Sequence[Vector]) -> list[float] | None:
 
 def _is_exact(weights: Vector, messages: Sequence[Vector], vector: Vector) -> bool:
     """Tell whether the weighted messages sum to the vector, each of its numbers, without losing digits."""
+    # 1e9 u - 1e9 v, where u and v are nearly equal, is the vector on paper, but in float32 no digit of it is left.
     parts = [weight * message for weight, message in zip(weights, messages, strict=True)]
     missed = np.abs(sum(parts, start=np.zeros(len(vector))) - vector)
     limit = _LARGEST * np.abs(vector).max()
@@ -388,11 +351,6 @@ def _minus(a: Vector, b: Vector) -> Vector:
 def _from_row(vector: Vector, k: int) -> Vector:
     """Return the vector with the losses before ``k`` set to zero."""
     return np.where(np.arange(len(vector)) >= k, vector, 0.0)
-
-
-def _place(message: Vector) -> tuple[int, int]:
-    """Return the order of messages over a boundary: the nearest farthest loss first."""
-    return _far(message), int(np.flatnonzero(message)[0])
 
 
 def _far(vector: Vector) -> int:

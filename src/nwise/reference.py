@@ -102,11 +102,11 @@ def late_grads(calls: Sequence[dict[str, Tensor]], ages: Sequence[int]) -> dict[
     {'stages.0.w': tensor(1.)}
     """
     grads: dict[str, Tensor] = {}
-    for name, newest in calls[-1].items():
+    for name in calls[-1]:
         part, stage, *_ = name.split(".")
         age = ages[int(stage)] if part == "stages" else 0
         if age < len(calls):
-            grads[name] = calls[-1 - age][name] if age else newest
+            grads[name] = calls[-1 - age][name]
     return grads
 
 
@@ -196,9 +196,7 @@ def _passed(
     passing: Sequence[int],
 ) -> dict[str, Tensor]:
     """Return the gradients of loss `j` that reach stage `k`, of a micro-batch of call `then`."""
-    stages, head = copy.deepcopy(calls[then].stages), None
-    if j < len(calls[then].heads):
-        head = calls[then].heads[j]
+    stages, head = copy.deepcopy(calls[then].stages), dict(enumerate(calls[then].heads)).get(j)
     hidden, ins, outs = x, [], []
     for i in range(j + 1):
         if i:
@@ -208,6 +206,8 @@ def _passed(
         outs.append(hidden)
     last = outs[j].detach().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_fn(last if head is None else _call(head, last), y), [last])
+    # Down from loss j, every stage multiplies by the weights of the call in which the gradient passes it. Autograd has saved the
+    # activations of then, and references to the parameters, which now get other values.
     for i in range(j, k, -1):
         _overwrite(stages[i], calls[then + passing[i]].stages[i])
         (gradient,) = torch.autograd.grad(outs[i], [ins[i]], gradient)

@@ -103,7 +103,9 @@ class Plan:
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
-        same = " (with these stages the same as end-to-end)" if self._is_end_to_end else ""
+        exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
+        hidden = not self.end_to_end and not self.timed.schedule.oldest and self.timed.schedule.flows == exact
+        same = " (with these stages the same as end-to-end)" if hidden else ""
         title = (
             f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
             f"{self.show(self.seconds)} a step expected"
@@ -121,12 +123,6 @@ class Plan:
             rows.append([*row, self.show(self.busy[i]), *self._memory(i)])
         heads = ["device", "speed", "stages", "busy", *(["memory"] if self.limits else [])]
         return "\n".join([title, *table([heads, *rows])])
-
-    @property
-    def _is_end_to_end(self) -> bool:
-        schedule = self.timed.schedule
-        exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
-        return not self.end_to_end and schedule.flows == exact and not schedule.oldest
 
     @property
     def limits(self) -> tuple[float, ...] | None:

@@ -286,9 +286,14 @@ def _measured(
     found = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress)
     links = {**links, "overhead": found.overhead}
     if launched():
-        found, shared, processes = _exchange(found, network.device)
-        links |= shared if latency is None else {**shared, "latency": latency}
-        known = known or processes
+        # All processes use the first one's profile and latency, the largest overhead, and all speeds.
+        reports = gather(
+            (found.seconds, found.spread, found.overhead, message_latency(network.device), found.as_json())
+        )
+        links["overhead"] = max(one[2] for one in reports)
+        links["latency"] = reports[0][3] if latency is None else latency
+        known = known or tuple(Device(speed=speed) for speed in speeds([one[:2] for one in reports]))
+        found = Profile.from_json(reports[0][4])
     return _Source(lambda _: found.pieces, known or (Device(),), links, found)
 
 
@@ -304,15 +309,6 @@ def _among(microbatches: int | Sequence[int] | None, measured: Profile) -> list[
 def _is_first() -> bool:
     """Return whether this process is the first, or the only one; the group of processes need not exist yet."""
     return not launched() or (dist.get_rank() if dist.is_initialized() else variable("RANK")) == 0
-
-
-def _exchange(measured: Profile, device: torch.device) -> tuple[Profile, dict[str, float], tuple[Device, ...]]:
-    """Return what all processes use: the first one's profile and latency, the largest overhead, and all speeds."""
-    facts = measured.seconds, measured.spread, measured.overhead, message_latency(device), measured.as_json()
-    first, *_ = reports = gather(facts)
-    links = {"overhead": max(one[2] for one in reports), "latency": first[3]}
-    devices = tuple(Device(speed=speed) for speed in speeds([(one[0], one[1]) for one in reports]))
-    return Profile.from_json(first[4]), links, devices
 
 
 def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tuple[Device, ...] | None, int]:
@@ -333,6 +329,8 @@ def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tupl
 
 def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[str, ...]:
     """Name a sequence instead of its first module, where no other cut goes through it."""
+    # "blocks.2.0" is the first module of the sequence "blocks.2", so "blocks.2" is a name of the same cut. It is not if there is
+    # another cut inside, such as one at "blocks.2.1".
     chosen = list(at)
     for i in () if is_hugging_face(model) else range(len(chosen)):
         while parent := chosen[i].rpartition(".")[0]:

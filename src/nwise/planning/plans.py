@@ -113,15 +113,11 @@ class Plans:
             f"{worth if speed >= 1.005 else 'not worth its time here'}."
         )
 
-    @property
-    def _sizes(self) -> bool:
-        """Whether the plans know all sizes in memory: they were measured, or a limit asked for them."""
-        measured = self.plans[0].measured
-        return limits(self.devices) is not None or (measured is not None and measured.has_sizes)
-
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
-        chosen, sizes = self.recommended, self._sizes
+        chosen, measured = self.recommended, self.plans[0].measured
+        # All sizes in memory are known if they were measured, or if a limit asked for them.
+        sizes = limits(self.devices) is not None or (measured is not None and measured.has_sizes)
         rows = [
             ["method", "M", "time" if chosen.measured is None else "ms", "speed", "bound", "held", *(["MiB"] * sizes)]
         ]

@@ -101,6 +101,9 @@ def _independent(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
 
     A piece that hands its input on, such as an identity, may be followed by one that changes it; so they are tried together.
     """
+    # Piece i may begin a stage if nothing up to the next such piece changes the tensor that i gets. Backwards, the next is known:
+    #
+    #     Linear  ReLU(inplace)  Identity  Linear       ReLU changes its input, so it stays with the Linear before it
     given, pieces = [inputs], [stage.pieces() for stage in stages]
     with torch.no_grad():
         for stage in stages[:-1]:

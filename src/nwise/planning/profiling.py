@@ -202,6 +202,11 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, siz
     """Take medians, and separate the work that the passes share."""
     median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
     through, weights, both = median["input_grad"], median["weights"], median["both"]
+    # Three passes are timed, and a schedule is made of others. For a piece of several layers:
+    #
+    #     through   the chain of layers, to the input         I
+    #     both      the chain and all weights                 B = I + W, so W adds `alone` to a chain that has been walked
+    #     weights   all weights, and most of the chain        a W that walks for itself: `alone` and `chain`
     alone = max(0.0, both - through)  # added by weights to a pass that computes the input's gradient anyway
     return Piece(
         name=bench.names[i],
@@ -233,8 +238,8 @@ class _Bench:
         tracked = [x for x in leaves if x.requires_grad]
         with self._autocast():
             forward, outputs = self._timed(lambda: run_module(piece, leaves, _WHAT))
-        seeds = [torch.randn_like(y) for y in outputs if y.requires_grad]
         roots = [y for y in outputs if y.requires_grad]
+        seeds = list(map(torch.randn_like, roots))
 
         def back(wrt: list[Tensor]) -> float:
             if not wrt or not roots:
@@ -293,7 +298,7 @@ class _Bench:
 
     def fixed_sizes(self, i: int, size: int) -> dict[str, Any]:
         """Return the bytes of outputs, parameters and optimizer state; a head has state like the pieces, by parameter."""
-        weights = [sum(p.nbytes for p in piece.parameters()) for piece in self._pieces]
+        weights = float(sum(p.nbytes for p in self._pieces[i].parameters()))
         state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
         learns = sum(p.nbytes for piece in self._pieces for p in piece.parameters() if p.requires_grad)
         head = self._head(i, 1)[0]
@@ -301,8 +306,8 @@ class _Bench:
         return {
             "learns": any(p.requires_grad for p in self._pieces[i].parameters()),
             "message_bytes": float(sum(y.nbytes for y in self._input(i + 1, size))),
-            "weight_bytes": float(weights[i]),
-            "fixed_bytes": float(weights[i] + state[i]),
+            "weight_bytes": weights,
+            "fixed_bytes": weights + state[i],
             "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from math import inf
 
@@ -94,7 +94,9 @@ class Search:
         self._num_microbatches, self._num_stages = num_microbatches, num_stages
         self._memory = limits(devices)
         self._frozen = next((i for i, piece in enumerate(pieces) if piece.learns), len(pieces))
-        self._flows: dict[tuple[bool, ...], Flows] = {}
+        self._flows_for: Callable[[tuple[bool, ...]], Flows] = cache(  # by whether each stage is trainable
+            lambda learns: flows_for(self._strategy, num_stages, num_microbatches, trainable=learns)
+        )
         self._schedules: dict[tuple[Placement, tuple[bool, ...]], list[Schedule]] = {}
         self._scores: dict[Assignment, tuple[float, float]] = {}
         self._cuts: dict[Assignment, Cut] = {}
@@ -154,12 +156,6 @@ class Search:
         ends = (*starts[1:], len(self._pieces))
         return tuple(any(p.learns for p in self._pieces[a:b]) for a, b in zip(starts, ends, strict=True))
 
-    def _flows_for(self, trainable: tuple[bool, ...]) -> Flows:
-        if trainable not in self._flows:
-            flows = flows_for(self._strategy, self._num_stages, self._num_microbatches, trainable=trainable)
-            self._flows[trainable] = flows
-        return self._flows[trainable]
-
     # First cuts -------------------------------------------------------------------------------------
 
     @cached_property
@@ -195,12 +191,7 @@ class Search:
         return None if kind == "contiguous" else make_placement(kind, self._num_stages, len(self._devices))
 
     def _times(self, device: Device, frozen: int) -> list[Matrix]:
-        """Return the work of every stage on a device for every range of pieces; infinite for those that cannot be.
-
-        Args:
-            device: the device.
-            frozen: number of stages at the start that have frozen pieces alone.
-        """
+        """Return the work of every stage on a device for every range of pieces, if the first `frozen` stages train nothing."""
         flows = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
         updates = sums(self._pieces, "update") / self._num_microbatches
         ends = np.arange(len(self._pieces) + 1)[None, :]
@@ -226,7 +217,10 @@ class Search:
         known = self.assignments
         balanced = known[:_STARTS]
         balanced += sorted(known, key=self._score)[:_STARTS] if self._memory is not None else []
-        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait.
+        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait. Here
+        # stage 1 of 4 is the long one:
+        #
+        #     p0 | p1 p2 p3 p4 p5 | p6 | p7
         size, stages, lopsided = len(self._pieces), self._num_stages, list[Assignment]()
         speeds = [device.speed for device in self._devices]
         few = self._num_microbatches <= _FEW
@@ -318,12 +312,11 @@ class Search:
         """Return the best order for the first cut of this placement, and under a limit the one with the least memory."""
         starts, placement = assignment
         key = placement, self._trainable(starts)
-        if key not in self._schedules and self._memory is None:
-            self._schedules[key] = [self.cut(*assignment).timed.schedule]
-        elif key not in self._schedules:
-            flows = self._flows_for(key[1])
-            self._schedules[key] = [self._timed(assignment, costs, None).schedule]
-            if self._pipeline is None:
+        if key not in self._schedules:
+            free, flows = self._memory is None, self._flows_for(key[1])
+            first = self.cut(*assignment).timed if free else self._timed(assignment, costs, None)
+            self._schedules[key] = [first.schedule]
+            if not free and self._pipeline is None:
                 ages = strategy_ages(self._strategy, flows)
                 self._schedules[key].append(choose("depth-first", flows, placement, ages, costs))
         return self._schedules[key]

@@ -15,13 +15,7 @@ from nwise.tensors import Tensors, as_leaves, each, run_module
 
 
 class PieceSizes:
-    """Measures a piece of a network for a micro-batch; leaves no gradients.
-
-    Args:
-        piece: the piece.
-        inputs: its inputs; those that carry a gradient require it.
-        device: device of both.
-    """
+    """Measures a piece of a network on inputs, of which those that carry a gradient require it; leaves no gradients."""
 
     def __init__(self, piece: nn.Module, inputs: Tensors, device: torch.device) -> None:
         self._piece, self._inputs, self._device = piece, inputs, device
@@ -80,18 +74,11 @@ class PieceSizes:
 
 
 def head_sizes(
-    head: nn.Module, inputs: Tensors, loss_fn: Callable[[Tensors], Tensor], device: torch.device
+    head: nn.Module, outputs: Tensors, loss_fn: Callable[[Tensors], Tensor], device: torch.device
 ) -> dict[str, float]:
-    """Return the bytes of a head, as `nwise.schedule.partitions.Piece` names them.
-
-    Args:
-        head: the head.
-        inputs: output of the piece before it.
-        loss_fn: function from the head's output to its loss.
-        device: device of all.
-    """
+    """Return the bytes of a head behind a piece with these outputs, as `nwise.schedule.partitions.Piece` names them."""
     learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    leaves = as_leaves(inputs, tracked=True)
+    leaves = as_leaves(outputs, tracked=True)
     wrt = [*learns, *(y for y in leaves if y.requires_grad)]
 
     def whole(_: None) -> None:

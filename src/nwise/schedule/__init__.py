@@ -82,26 +82,19 @@ __all__ = [
 
 # The submodule that each name comes from.
 _PLACES = {
-    "Action": "actions",
-    "Kind": "actions",
-    "BASELINES": "baselines",
-    "baseline": "baselines",
-    "PAPER": "costs",
-    "TRANSFORMER": "costs",
-    "Costs": "costs",
-    "DoesNotFit": "find",
-    "best": "find",
-    "Slot": "paper",
-    "fit_slot": "paper",
-    "paper_time": "paper",
-    "Schedule": "schedule",
-    "arrange": "schedule",
-    "Timeline": "simulation",
-    "simulate": "simulation",
-    "Timed": "timing",
-    "timed": "timing",
-    "Buffer": "validation",
-    "validate": "validation",
+    name: place
+    for place, names in {
+        "actions": ("Action", "Kind"),
+        "baselines": ("BASELINES", "baseline"),
+        "costs": ("PAPER", "TRANSFORMER", "Costs"),
+        "find": ("DoesNotFit", "best"),
+        "paper": ("Slot", "fit_slot", "paper_time"),
+        "schedule": ("Schedule", "arrange"),
+        "simulation": ("Timeline", "simulate"),
+        "timing": ("Timed", "timed"),
+        "validation": ("Buffer", "validate"),
+    }.items()
+    for name in names
 }
 
 __getattr__ = partial(member, __name__, _PLACES)

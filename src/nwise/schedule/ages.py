@@ -27,12 +27,12 @@ Forwards and heads have age 0, and a message has any age from that of the messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from nwise.flow import Cotangent, Flow, Flows, StageFlow, counted
+from nwise.flow import Flow, Flows, StageFlow, counted
 from nwise.schedule.actions import Action, Kind
 from nwise.strategies import Hogwild, Strategy
 
@@ -75,18 +75,21 @@ def strategy_ages(strategy: Strategy, flows: Flows) -> Ages:
     """
     if not isinstance(strategy, Hogwild):
         return message_ages(flows, (strategy.delay,) * len(flows[0][0].stages))
-    ages = greedy_ages(flows) if strategy.ages == "greedy" else message_ages(flows, _least_ages(flows))
+    if strategy.ages == "greedy":
+        ages = greedy_ages(flows)
+    else:  # for each stage the largest age of all flows
+        paths = [_path_ages(flow, len(flows[0])) for flow in counted(flows)]
+        ages = message_ages(flows, tuple(map(max, zip(*paths, strict=True))))
     return message_ages(flows, ages.weights) if strategy.stashes else replace(ages, stashes=False)
 
 
-@lru_cache(maxsize=64)
-def _least_ages(flows: Flows) -> tuple[int, ...]:
-    """Return the ages of a gradient that travels without waiting, for each stage the largest of all flows."""
-    paths = [_path_ages(flow, len(flows[0])) for flow in counted(flows)]
-    return tuple(map(max, zip(*paths, strict=True)))
-
-
 def _path_ages(flow: Flow, num_microbatches: int) -> list[int]:
+    """Return the age of every stage's gradients if they travel without waiting."""
+    # End-to-end, 3 stages, M = 1, as in the last table above: a mini-batch enters every 2 slots.
+    #
+    #     stage 2    F in slot 2, B in slot 3    age (3 - 2) // 2 = 0
+    #     stage 1    F in slot 1, B in slot 4    age (4 - 1) // 2 = 1
+    #     stage 0    F in slot 0, W in slot 5    age (5 - 0) // 2 = 2
     period = 1 + max(stage.passes for stage in flow.stages)  # slots of the busiest stage
     ages = [0] * len(flow.stages)
     above: list[int] = []  # slots at which the messages of the next stage arrive
@@ -247,21 +250,13 @@ def message_ages(flows: Flows, weights: tuple[int, ...] = (), when: When = "late
     late: list[list[int]] = []
     for k in stages:
         limits = [max(weights)] * counts[k]
-        for cotangent, age in _uses(k - 1, different, weights, late) if k else ():
-            for p in cotangent.needed:
-                limits[p] = min(limits[p], age)
+        for stage in [flow.stages[k - 1] for flow in different] if k else ():
+            uses = [*zip(stage.messages, late[k - 1], strict=False)]
+            for cotangent, age in [*uses, (stage.weights, weights[k - 1])] if stage.weights else uses:
+                for p in cotangent.needed:
+                    limits[p] = min(limits[p], age)
         # W starts from the cotangents that its message has kept, so the message must not be older.
         for q in [fused for flow in different if (fused := flow.stages[k].fused) is not None]:
             limits[q] = max(early[k][q], min(limits[q], weights[k]))
         late.append(limits)
     return Ages(weights, tuple(map(tuple, late)))
-
-
-def _uses(
-    k: int, flows: Sequence[Flow], weights: Sequence[int], messages: Sequence[Sequence[int]]
-) -> Iterator[tuple[Cotangent, int]]:
-    """Iterate over the cotangents of a stage, each with its age."""
-    for stage in (flow.stages[k] for flow in flows):
-        if stage.weights is not None:
-            yield stage.weights, weights[k]
-        yield from zip(stage.messages, messages[k], strict=False)

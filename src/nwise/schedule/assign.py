@@ -53,7 +53,12 @@ def assign(tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
 def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     """Return an assignment in which no rank works longer than the limit; None if there is none."""
     num_ranks, num_stages, size = len(tables), len(tables[0]), len(tables[0][0])
-    # loads[r, p]: least work of rank r after a stage of it that ends before piece p; row -1 stands for the start.
+    # loads[r, p]: least work of rank r after a stage of it that ends before piece p; row -1 stands for the start. Stage k, which
+    # has the pieces a, ..., p - 1, follows stage k - 1 on its rank, or is the first of the next one:
+    #
+    #     loads_k[r, p] = min over a of  tables[r][k][a, p] + min(loads_{k-1}[r, a], 0 if loads_{k-1}[r - 1, a] is finite)
+    #
+    # More than the limit counts as infinite. Less work on this rank is never a disadvantage later, so the least is enough.
     loads = np.full((num_ranks + 1, size), np.inf)
     loads[-1, 0] = 0.0
     begins: list[NDArray[np.int64]] = []

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from nwise.checks import check_at_least, hint
+from nwise.checks import hint
 from nwise.flow import Flows, flows_for
 from nwise.schedule.costs import Costs
-from nwise.schedule.find import best, fastest, place, problem
+from nwise.schedule.find import best, fastest, problem
 from nwise.schedule.named import RULES, check_order, choose, named_schedule
 from nwise.schedule.orders import make_schedule, skewed
 from nwise.schedule.placement import Placement
@@ -63,13 +63,9 @@ def baseline(
 
     Args:
         name: one of `BASELINES`.
-        num_stages: number of stages, A.
-        num_microbatches: number of micro-batches, M.
-        costs: costs of one micro-batch.
-        memory: limit in bytes, one for all ranks or one for each, which zero-bubble meets with fewer micro-batches in flight;
-            default: none.
+        num_stages, num_microbatches, costs, num_ranks: as for `best`.
+        memory: as for `best`; zero-bubble meets it with fewer micro-batches in flight.
         placement: rank of every stage; default: the one that the pipeline is made for.
-        num_ranks: number of ranks; default: one for each stage, or the placement's.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range.
@@ -80,9 +76,8 @@ def baseline(
     """
     if name not in BASELINES:
         raise ValueError(f"A baseline should be one of {', '.join(BASELINES)}. Found {name!r}.{hint(name, BASELINES)}")
-    check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)
-    flows = method_flows(name, num_stages, num_microbatches)
-    ranks = place(RULES[name].placement if placement is None else placement, num_ranks, flows, costs)
+    where = RULES[name].placement if placement is None else placement
+    flows, ranks, _ = problem(EndToEnd(), num_stages, num_microbatches, costs, where, num_ranks)
     return timed_pipeline(name, flows, costs, ranks, memory)
 
 
@@ -122,11 +117,7 @@ def timed_order(
     Args:
         order: one of `ORDERS`.
         strategy: name of the strategy.
-        num_stages: number of stages, A.
-        num_microbatches: number of micro-batches, M.
-        costs: costs of one micro-batch.
-        placement: rank of every stage; default: neighbouring stages share a rank.
-        num_ranks: number of ranks; default: one for each stage, or the placement's.
+        num_stages, num_microbatches, costs, placement, num_ranks: as for `best`.
 
     Raises:
         ValueError: a name is unknown, or a number is out of range.

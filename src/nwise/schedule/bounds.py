@@ -48,7 +48,7 @@ def stage_work(flows: Flows, costs: Costs) -> list[float]:
     """Return the least work of every stage, per cycle of mini-batches."""
     work = []
     for k, price in enumerate(prices(costs, len(flows[0][0].stages))):
-        work.append(len(flows) * price.update)
+        work.append(len(flows) * price.times[Kind.UPDATE])
         for flow, count in counted(flows).items():
             kinds = [*forwards(flow.stages[k], k, 0), *passes(flow.stages[k], k, 0, fuse=False)]
             work[k] += count * sum(_least(price, action, flow) for action in kinds)
@@ -85,10 +85,7 @@ def lower_bound(
     Large schedules get a cheaper, less sharp bound.
 
     Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        costs: costs of one micro-batch.
-        placement: rank of every stage.
-        ages: age of every pass.
+        flows, costs, placement, ages: the problem, as for `nwise.schedule.find.best_order`.
         enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
         pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
@@ -139,7 +136,7 @@ def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ag
     heads, tails = (np.full((len(actions), num_ranks), -np.inf) for _ in range(2))
     heads[range(len(actions)), ranks] = 0.0
     updates = np.zeros(num_ranks)  # a rank updates its stages one after another
-    np.add.at(updates, list(placement), [one.update for one in price])
+    np.add.at(updates, list(placement), [one.times[Kind.UPDATE] for one in price])
     for i, action in enumerate(actions):
         # The update that ends a path comes after the weight gradients, but a message may be older than those of its stage.
         if action.kind is not Kind.INPUT_GRAD or ages.weights[action.stage] == ages.oldest:
@@ -166,6 +163,7 @@ def _lengthen(paths: Matrix, nodes: Numbers, others: Numbers, times: Matrix) -> 
         nodes, others: the node to which every arc leads, and an earlier one from which it comes, ``[arc]``.
         times: time of every arc, ``[arc]``.
     """
+    # As in Bellman and Ford's algorithm, but each arc once: by level, every path to a node is known before it is continued.
     # All nodes of a level are done at once. A node's level is the number of arcs on the longest way to it.
     levels = [0] * len(paths)
     for node, other in sorted(zip(nodes.tolist(), others.tolist(), strict=True)):
@@ -209,6 +207,9 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
         work: duration of each action, ``[action]``.
         tails: time after each action, ``[action, column]``.
     """
+    # No order is faster: a set starts after its least head, one rank needs the sum of its work, and its last action, whichever
+    # that is, still has its tail.
+    #
     # Only sets {head >= h, tail >= t} matter: any other set gains work, and loses nothing, by adding the missing actions.
     # Sorted by falling head, such a set is a prefix of the actions without the actions of a smaller tail:
     #

@@ -73,6 +73,7 @@ class Clock:
     @cached_property
     def previous(self) -> list[Token]:
         """The node before every node on its machine, and how many cycles before: 0, or 1 for the first of a list."""
+        #     list a b c    previous[a] = c, 1: the machine begins again after c      previous[b] = a, 0
         previous: list[Token] = [(-1, 1)] * len(self.duration)
         for nodes in self.lists:
             for before, node in pairwise(nodes):
@@ -98,19 +99,16 @@ class Clock:
         now = [before[0][nodes[-1]] if before and nodes else 0.0 for nodes in self.lists]
 
         def work(machine: int, node: int) -> int | None:
+            # The start is the latest of all times that it waits for; `cause` is what decides it, the arc of a critical path.
             time = now[machine]
             for other, lag, cycles in waits[node]:
-                if cycles:
-                    if cycles <= len(before) and before[cycles - 1][other] + lag > time:
-                        time = before[cycles - 1][other] + lag
-                        cause[node] = other, cycles
+                if cycles > len(before):
                     continue
-                arrived = end[other]
+                arrived = before[cycles - 1][other] if cycles else end[other]
                 if arrived is None:
                     return other
                 if arrived + lag > time:
-                    time = arrived + lag
-                    cause[node] = other, 0
+                    time, cause[node] = arrived + lag, (other, cycles)
             start[node] = time
             end[node] = now[machine] = time + duration[node]
             return None

@@ -129,12 +129,9 @@ class Costs:
             parts: number of equal parts of a stage.
         """
         check_at_least(1, parts=parts)
-        if parts == 1:
-            return self
         changes: dict[str, Any] = {}
-        for name in (field.name for field in fields(self) if field.name not in _COMMON):
-            value = getattr(self, name)
-            part = value if name in _WHOLE else _divide(value, parts)
+        for name in {field.name for field in fields(self)}.difference(_COMMON):
+            part = _divide(getattr(self, name), 1 if name in _WHOLE else parts)
             changes[name] = tuple(x for x in part for _ in range(parts)) if isinstance(part, tuple) else part
         return replace(self, **changes)
 
@@ -161,44 +158,35 @@ class Prices:
     """Times of every action of one stage.
 
     Args:
-        forward, head, input_grad, weight_grad, update, overhead: times as in `Costs`.
-        chain: time of W beyond `weight_grad` if it shares no cotangent with an I.
+        times: time of every kind of computation, and of the update; of a W that shares its cotangent with an I.
+        separate: time of any other W.
+        overhead: the part of the time of every F, I, W and B that `Costs` calls so.
     """
 
-    forward: float
-    head: float
-    input_grad: float
-    weight_grad: float
-    update: float
-    chain: float
+    times: dict[Kind, float]
+    separate: float
     overhead: float
 
     def time(self, action: Action, stage: StageFlow) -> float:
         """Return the time of a computation or an update."""
         #     I               output --> layer 3 --> layer 2 --> layer 1 --> input
         #     W after its I                |           |           |                `weight_grad` alone
-        #     separate W      output --> layer 3 --> layer 2 --> layer 1            and the arrows: + `chain`
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            return self.forward + self.overhead
-        if kind is Kind.HEAD:
-            return self.head
-        if kind is Kind.INPUT_GRAD:
-            return self.input_grad + self.overhead
-        if kind is Kind.BOTH:
-            return self.input_grad + self.weight_grad + self.overhead
-        if kind is Kind.WEIGHT_GRAD:
-            return self.weight_grad + (0.0 if stage.fused is not None else self.chain) + self.overhead
-        if kind is Kind.UPDATE:
-            return self.update
-        raise ValueError(f"Only computations and updates should have a price. Found {action}.")
+        #     separate W      output --> layer 3 --> layer 2 --> layer 1            and the arrows, `chain_share`
+        return self.separate if action.kind is Kind.WEIGHT_GRAD and stage.fused is None else self.times[action.kind]
 
 
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
     """Return the prices of every stage."""
-    names = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share")
-    columns = zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
-    return [Prices(f, h, i, w, u, chain=share * i, overhead=costs.overhead) for f, h, i, w, u, share in columns]
+    names, over = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share"), costs.overhead
+    kinds = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH, Kind.UPDATE)
+    return [
+        Prices(
+            dict(zip(kinds, (f + over, h, i + over, w + over, i + w + over, u), strict=True)),
+            w + share * i + over,
+            over,
+        )
+        for f, h, i, w, u, share in zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
+    ]
 
 
 TRANSFORMER = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)

@@ -15,7 +15,7 @@ from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
 from nwise.schedule.memory import peak_bytes
-from nwise.schedule.orders import Actions, Paced, make_schedule
+from nwise.schedule.orders import Actions, make_schedule, paced
 from nwise.schedule.placement import Placement, balanced, make_placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import Deadlock
@@ -104,34 +104,17 @@ def problem(
         raise TypeError(f"`costs` should be a nwise.schedule.Costs. Found {type(costs).__name__}.")
     rule = parse(strategy)
     flows = flows_for(rule, num_stages, num_microbatches)
-    return flows, place(placement, num_ranks, flows, costs), strategy_ages(rule, flows)
-
-
-def place(placement: str | Sequence[int], num_ranks: int | None, flows: Flows, costs: Costs) -> Placement:
-    """Return the rank of every stage; see `best`."""
-    num_stages = len(flows[0][0].stages)
     if num_ranks is None:
         num_ranks = num_stages if isinstance(placement, str) else 1 + max(placement, default=0)
     check_at_least(1, num_ranks=num_ranks)
-    if placement != "balanced":
-        return make_placement(placement, num_stages, num_ranks)
-    make_placement("contiguous", num_stages, num_ranks)  # checks the number of ranks
-    return balanced(stage_work(flows, costs), num_ranks)
+    # This checks the number of ranks, too.
+    ranks = make_placement("contiguous" if placement == "balanced" else placement, num_stages, num_ranks)
+    ranks = balanced(stage_work(flows, costs), num_ranks) if placement == "balanced" else ranks
+    return flows, ranks, strategy_ages(rule, flows)
 
 
 def best_order(flows: Flows, costs: Costs, placement: Placement, ages: Ages, *, memory: Limit = None) -> Timed:
-    """Find the best of the closed-form orders and list schedules.
-
-    Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        costs: costs of one micro-batch.
-        placement: rank of every stage.
-        ages: age of every pass (`nwise.schedule.ages.strategy_ages`).
-        memory: limit in bytes, one for all ranks or one for each; default: none.
-
-    Raises:
-        DoesNotFit: no order that it tries fits the memory.
-    """
+    """Find the best of the closed-form orders and list schedules; see `best`."""
     check_memory(memory, 1 + max(placement))
     bound = lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
     schedules = _candidates(flows, costs, placement, ages, bound, small=memory is not None)
@@ -151,10 +134,8 @@ def fastest(
     """Return the best of the schedules that fit the memory.
 
     Args:
-        schedules: the schedules; of equal ones the first is preferred.
-        costs: costs of one micro-batch.
+        schedules, costs, memory: the schedules, of equal ones the preferred first, and what they cost and may need; see `best`.
         what: name of the schedule with the least memory, for the error.
-        memory: limit in bytes, one for all ranks or one for each; default: none.
         enough: period at which the search ends; default: it tries all.
 
     Raises:
@@ -207,25 +188,22 @@ def _candidates(
     #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
-    paced = Paced(flows, placement, ages, costs, bound) if late and ages.stashes else None
-    lean = [(1.0, 1), (0.0, 1)] if size > 1 else []
-    if paced is not None:
-        yield from paced.schedules(lean)
+    lean, more = list[tuple[float, int]](), list[tuple[float, int]]()
+    if late and ages.stashes:
+        at_pace = paced(flows, placement, ages, costs)
+        lean = [(1.0, 1), (0.0, 1)] if size > 1 else []
+        caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
+        more = [pair for pair in product(_PACES, [*caps, size]) if pair not in lean]
+    for pace, cap in lean:
+        yield from at_pace(pace * bound, cap)
     for candidate in others:
         yield from in_order(*candidate)
-    if paced is not None:
-        caps = [2**i for i in range(size.bit_length()) if 2**i < size] if small else []
-        yield from paced.schedules(pair for pair in product(_PACES, [*caps, size]) if pair not in lean)
+    for pace, cap in more:
+        yield from at_pace(pace * bound, cap)
 
 
 def _rules(flows: Flows, *, late: bool, small: bool) -> list[_Candidate]:
-    """Return rules with their names and, for list schedules, caps.
-
-    Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        late: whether gradients are delayed.
-        small: whether memory is limited.
-    """
+    """Return rules with their names and, for list schedules, caps: for `late` gradients, and for a `small` memory."""
     # The search ends at the first schedule that meets the lower bound, so rules with few micro-batches in flight come first: with
     # stride s the skewed order has up to s reach + 1, and a list schedule its cap. A long stride gives messages more time to
     # arrive. With M - 1 the passes of a loss begin when the last forward of the mini-batch has begun.

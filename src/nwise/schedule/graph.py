@@ -63,18 +63,15 @@ class TaskGraph:
     needs: tuple[tuple[Need, ...], ...]
 
     @cached_property
-    def users(self) -> tuple[tuple[int, ...], ...]:
-        """The tasks that need each task."""
-        users: list[list[int]] = [[] for _ in self.tasks]
-        for task, needs in enumerate(self.needs):
-            for need in needs:
-                users[need.task].append(task)
-        return tuple(map(tuple, users))
-
-    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The rank of every task."""
         return tuple(self.placement[task.stage] for task in self.tasks)
+
+    # A cycle of two mini-batches, passes of age 1. Those of mini-batch 1 run in call 2, which is call 0 of the next cycle:
+    #
+    #     mini-batch  minibatch + age   call   late
+    #     0           1                 1      0
+    #     1           2                 0      1
 
     @cached_property
     def call(self) -> tuple[int, ...]:
@@ -205,11 +202,6 @@ def held_back(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
 
     The activation is that of the same micro-batch, `ages.oldest` + 1 cycles before. Without a delay only stages wait that do not
     receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
-
-    Args:
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        placement: rank of every stage.
-        ages: age of every pass.
     """
     different = list(counted(flows))
     last = len(flows[0][0].stages) - 1

@@ -67,9 +67,10 @@ class ListScheduler:
         keys = [urgency(action, graph) for action in tasks]
         places = {key: place for place, key in enumerate(sorted(set(keys)))}
         self.urgent = [places[key] for key in keys]
-        self.wakes = [
-            {graph.ranks[user] for user in users} - {rank} for users, rank in zip(graph.users, graph.ranks, strict=True)
-        ]
+        self.wakes: list[set[int]] = [set() for _ in tasks]  # the ranks to which the result of a task travels
+        for rank, needs in zip(graph.ranks, graph.needs, strict=True):
+            for need in (need for need in needs if need.link):
+                self.wakes[need.task].add(rank)
         self.most = [math.inf if cap is None else cap + delay * len(graph.flows[0]) for delay in delays]
         self.forward = [a.kind is Kind.FORWARD for a in tasks]
         # The stage and micro-batch of every task, and the number of tasks of each, by mini-batch.
@@ -80,6 +81,10 @@ class ListScheduler:
 
     def _queued(self, rank: int, *, reorders: bool) -> list[_Queue]:
         """Return the queues of a rank: one for each stage, or for each kind of action if it may reorder them."""
+        # A queue of one stage that may not reorder its tasks, a delay of one, M = 1, three calls. Work has the number of its
+        # mini-batch, and `come` counts the work that has come by each call. The B of the first call has no mini-batch:
+        #
+        #     work   F/0 B/-1 | F/1 B/0 | F/2 B/1         come   2, 4, 6
         queues: dict[object, list[list[_Work]]] = {}
         for first, call in enumerate(self._calls):
             for task in (task for k, one in enumerate(call) if self._graph.placement[k] == rank for task in one):
@@ -126,12 +131,7 @@ class ListScheduler:
 
 
 class _Run:
-    """One simulation.
-
-    Args:
-        tables: what it simulates.
-        pace: see `ListScheduler.run`.
-    """
+    """One simulation; see `ListScheduler.run`."""
 
     def __init__(self, tables: ListScheduler, pace: float) -> None:
         self._tables, self._pace = tables, pace
@@ -237,13 +237,8 @@ class _Run:
 def urgency(action: Action, graph: TaskGraph) -> tuple[int, int, int]:
     """Return the place of a task among the ready ones of a rank; the smallest comes first."""
     k = action.stage
-    if action.kind in (Kind.HEAD, Kind.UPDATE):
-        return (0, 0, 0)
     if action.kind in (Kind.INPUT_GRAD, Kind.BOTH):
         far = graph.flows[action.minibatch][action.microbatch].stages[k].cotangent(action.message).far
-        return (1, far - k, k)
-    if action.kind is Kind.FORWARD:
-        return (2, 0, -k)
-    if action.kind is Kind.WEIGHT_GRAD:
-        return (3, 0, 0)
-    raise ValueError(f"Only computations and updates should have an urgency. Found {action}.")
+        return (1, far - k, k)  # the nearest loss first
+    first, forward, last = (0, 0, 0), (2, 0, -k), (3, 0, 0)  # what is deepest feeds the most stages; W only fills gaps
+    return {Kind.HEAD: first, Kind.UPDATE: first, Kind.FORWARD: forward, Kind.WEIGHT_GRAD: last}[action.kind]

@@ -29,7 +29,7 @@ _Places = dict[tuple[int, int, int], list[int]]
 _Span = tuple[int, int, int, float]
 
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
-_NAMES_OF_PEAKS = {
+_PEAKS = {
     Kind.HEAD: "head",
     Kind.INPUT_GRAD: "input_grad",
     Kind.WEIGHT_GRAD: "weight_grad",
@@ -48,8 +48,10 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             before its next pass, under a delay with the parameters of then.
     """
     size = schedule.num_stages
-    kept, output = costs.per_stage("activation_bytes", size), costs.per_stage("output_bytes", size)
-    extra = _peaks(costs, kept, output)
+    kept, output, scratch = (costs.per_stage(f"{name}_bytes", size) for name in ("activation", "output", "scratch"))
+    # The peak of every kind of action, by stage, beyond the memory in use before.
+    extra = {kind: costs.per_stage(f"{name}_peak_bytes", size) for kind, name in _PEAKS.items()}
+    extra[Kind.FORWARD] = tuple(map(sum, zip(kept, output, scratch, strict=True)))
     peaks = []
     for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs, recompute=recompute), strict=True):
         work = _Work(schedule, numbers, recompute)
@@ -80,14 +82,6 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     return tuple(peaks)
 
 
-def _peaks(costs: Costs, kept: Sequence[float], output: Sequence[float]) -> dict[Kind, Sequence[float]]:
-    """Return the peak of every kind of action, by stage, beyond the memory in use before."""
-    size = len(kept)
-    scratch = costs.per_stage("scratch_bytes", size)
-    peaks = {kind: costs.per_stage(f"{name}_peak_bytes", size) for kind, name in _NAMES_OF_PEAKS.items()}
-    return {Kind.FORWARD: [sum(sizes) for sizes in zip(kept, output, scratch, strict=True)], **peaks}
-
-
 def fixed_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
     """Return every rank's memory that is always in use: parameters, their older versions and optimizer state.
 
@@ -107,22 +101,16 @@ def fixed_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) ->
 
 
 class _Work:
-    """The tasks of a rank in a cycle, and what they keep in memory.
-
-    Args:
-        schedule: the schedule.
-        numbers: the tasks in order.
-        recompute: see `peak_bytes`.
-    """
+    """The tasks of a rank in a cycle, and what they keep in memory."""
 
     def __init__(self, schedule: Schedule, numbers: Sequence[int], recompute: bool) -> None:
         graph = schedule.graph
         self._schedule, self._numbers = schedule, numbers
         self.actions = [graph.tasks[task] for task in numbers]
-        self._late = [graph.late[task] for task in numbers]
+        self._times = [(graph.late[task], i) for i, task in enumerate(numbers)]  # cycles later, and place in the list
         # The places of every stage's and micro-batch's tasks, in the order of time.
         self._places: _Places = {}
-        for i in sorted(range(len(numbers)), key=lambda i: (self._late[i], i)):
+        for _, i in sorted(self._times):
             a = self.actions[i]
             if a.kind is not Kind.UPDATE:
                 self._places.setdefault((a.stage, a.microbatch, a.minibatch), []).append(i)
@@ -151,16 +139,13 @@ class _Work:
 
     def spans(self, costs: Costs) -> Iterator[_Span]:
         """Iterate over everything that is live for a while."""
-        graph, actions, late = self._schedule.graph, self.actions, self._late
+        graph, actions, times = self._schedule.graph, self.actions, self._times
         activation, output, cotangent, gradient, head_gradient = (
             costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
         )
 
         def span(first: int, last: int, num_bytes: float) -> _Span:
-            return first, last, late[last] - late[first], num_bytes
-
-        def order(i: int) -> tuple[int, int]:
-            return late[i], i
+            return first, last, times[last][0] - times[first][0], num_bytes
 
         for (k, m, minibatch), places in self._places.items():
             received: set[int] = set()
@@ -175,7 +160,7 @@ class _Work:
                     yield span(begin, end, output[k])
                 else:
                     uses.append(end)
-            yield span(first, max([first, *uses, *above[-1:]], key=order), output[k])
+            yield span(first, max([first, *uses, *above[-1:]], key=times.__getitem__), output[k])
             for i in places:
                 kind, needs = actions[i].kind, graph.needs[self._numbers[i]]
                 links = {need.task for need in needs if need.link} - received
@@ -184,19 +169,15 @@ class _Work:
                 if kind is Kind.HEAD and graph.stage(self._numbers[i]).own:
                     yield span(i, last, output[k])
                 elif kind is Kind.WEIGHT_GRAD:  # since the I of its cotangent, if it needs one
-                    kept = {need.task for need in needs if graph.tasks[need.task].stage == k}
-                    for j in (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in kept):
-                        yield span(j, i, cotangent[k])
+                    made = {need.task for need in needs}
+                    passes = (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in made)
+                    yield from (span(j, i, cotangent[k]) for j in passes)
             yield from (span(i, last, output[k]) for i in above if actions[i].message is not None)
-        for i, last in self.gradients():
-            yield i, last, 0, (head_gradient if actions[i].kind is Kind.HEAD else gradient)[actions[i].stage]
-
-    def gradients(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the places at which a call makes the gradients of a stage or head, each with that of its update."""
-        updates = {(a.stage, a.minibatch): i for i, a in enumerate(self.actions) if a.kind is Kind.UPDATE}
-        begun: set[tuple[bool, int, int]] = set()
-        for i, a in enumerate(self.actions):
-            head, call = a.kind is Kind.HEAD, self._schedule.graph.call[self._numbers[i]]
-            if (head or a.kind in (Kind.WEIGHT_GRAD, Kind.BOTH)) and (head, a.stage, call) not in begun:
-                begun.add((head, a.stage, call))
-                yield i, updates[a.stage, call]
+        # The first task of a call that makes gradients of a stage or a head, until their update.
+        updates = {(a.stage, a.minibatch): i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
+        begins: dict[tuple[bool, int, int], int] = {}
+        for i, a in enumerate(actions):
+            if a.kind in (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH):
+                begins.setdefault((a.kind is Kind.HEAD, a.stage, graph.call[self._numbers[i]]), i)
+        for (head, k, call), i in begins.items():
+            yield i, updates[k, call], 0, (head_gradient if head else gradient)[k]

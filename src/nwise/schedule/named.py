@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from nwise.checks import hint
 from nwise.flow import Flows
@@ -83,20 +83,16 @@ RULES: dict[str, NamedOrder] = {
 ORDERS = ("best", *RULES)
 
 
-def check_order(order: Order) -> Order:
-    """Return `order`; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
+def check_order(order: Order) -> str | Schedule:
+    """Return `order`, without its times; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
     if isinstance(order, str):
         if order in ORDERS:
             return order
         raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
-    if isinstance(_timeless(order), Schedule):
-        return order
+    schedule = getattr(order, "schedule", order)
+    if isinstance(schedule, Schedule):
+        return schedule
     raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
-
-
-def _timeless(order: Any) -> str | Schedule:
-    made: str | Schedule = getattr(order, "schedule", order)
-    return made
 
 
 def choose(
@@ -122,7 +118,7 @@ def choose(
     Raises:
         ValueError: the order is unknown, or the schedule is for other flows, ages or ranks or cannot run.
     """
-    order = _timeless(check_order(order))
+    order = check_order(order)
     placement, ages = placement or tuple(range(len(flows[0][0].stages))), ages or message_ages(flows)
     if isinstance(order, Schedule):
         if order.flows != flows or order.ages.weights != ages.weights:

@@ -15,9 +15,10 @@ whether one B replaces an I and a W of the same cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import chain, product
 from operator import itemgetter
 
@@ -95,45 +96,36 @@ def schedule_by_rank(
     return with_updates(order, *_numbered(lists, flows, placement, ages or message_ages(flows)))
 
 
-class Paced:
-    """Makes list schedules of delayed gradients in which a message may have another age in every micro-batch.
+def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Callable[[float, int], Iterator[Schedule]]:
+    """Return a function that makes list schedules of delayed gradients, whose messages may differ in age between micro-batches.
+
+    Its arguments are the least time between two calls of a rank, and the largest number of micro-batches in flight per stage,
+    besides the mini-batches that wait for their delay. Its result leaves out the schedules that it has given before. It is empty
+    if no cycle of calls could be repeated, or if ranks wait for each other because the cap is small.
 
     Args:
         flows: flow of every micro-batch, ``[cycle][M]``.
         placement: rank of every stage.
         latest: age of every weight gradient, and largest age of every message.
         costs: costs of one micro-batch, which decide when actions are ready.
-        bound: lower bound on the period, the unit of paces.
 
     Raises:
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
+    lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
+    early, calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
+    graph, known = replace(early, ages=latest), set[object]()
+    scheduler = cache(lambda cap: ListScheduler(graph, calls, costs, cap, paced=True))
 
-    def __init__(self, flows: Flows, placement: Placement, latest: Ages, costs: Costs, bound: float) -> None:
-        lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
-        graph, self._calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
-        self._graph, self._costs, self._bound = replace(graph, ages=latest), costs, bound
-        self._schedulers: dict[int, ListScheduler] = {}
-        self._known: set[object] = set()
+    def schedules(pace: float, cap: int) -> Iterator[Schedule]:
+        with suppress(Deadlock):
+            for ages, cycle in scheduler(cap).run(pace):
+                made = with_updates("paced", graph.aged(ages), cycle)
+                if (key := (tuple(ages), made.lists)) not in known:
+                    known.add(key)
+                    yield made
 
-    def schedules(self, pairs: Iterable[tuple[float, int]]) -> Iterator[Schedule]:
-        """Iterate over the schedules of simulations, without those known from an earlier one.
-
-        A simulation gives none if no cycle of calls could be repeated, or if ranks wait for each other because the cap is small.
-
-        Args:
-            pairs: for each simulation the least time between two calls of a rank, and the largest number of micro-batches in
-                flight per stage, besides the mini-batches that wait for their delay.
-        """
-        for pace, cap in pairs:
-            if cap not in self._schedulers:
-                self._schedulers[cap] = ListScheduler(self._graph, self._calls, self._costs, cap, paced=True)
-            with suppress(Deadlock):
-                for ages, calls in self._schedulers[cap].run(pace * self._bound):
-                    key = tuple(ages), tuple(tuple(map(tuple, call)) for call in calls)
-                    if key not in self._known:
-                        self._known.add(key)
-                        yield with_updates("paced", self._graph.aged(ages), calls)
+    return schedules
 
 
 def _numbered(
@@ -150,13 +142,12 @@ def _numbered(
 
 
 def _calls(batches: Sequence[Sequence[Actions]], flows: Flows, ages: Ages) -> list[list[Sequence[Action]]]:
-    """Return the lists of every call of the cycle: actions of its own mini-batch, and older ones of the mini-batches before.
-
-    Args:
-        batches: lists of every mini-batch.
-        flows: flow of every micro-batch, ``[cycle][M]``.
-        ages: age of every pass.
-    """
+    """Return the lists of every call of the cycle: actions of its own mini-batch, and older ones of the mini-batches before."""
+    # A delay of one, M = 2, the mini-batch after the slash. A list keeps its places, and what is old comes from the call before:
+    #
+    #     list of mini-batch 1       F(0) B(0) F(1) B(1)
+    #     call 1, cycle of one       F(0)/1 B(0)/0 F(1)/1 B(1)/0
+    #     call 1, cycle of several   F(0)/1 F(1)/1 B(0)/0 B(1)/0
     if not ages.oldest:
         return [list(lists) for lists in batches]
     cycle, ranks = len(batches), range(len(batches[0]))
@@ -257,15 +248,14 @@ def interleaved(flows: BatchFlows, minibatch: int, placement: Placement) -> list
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)
     stages = depth_first(flows, minibatch)
 
+    here = size // num_ranks  # stages of a rank
+
     def key(a: Action) -> int:
-        rank, here = a.stage % num_ranks, len(stages[a.stage % num_ranks :: num_ranks])
-        group, m = divmod(a.microbatch, num_ranks)
-        visit = a.stage // num_ranks
+        (visit, rank), (group, m) = divmod(a.stage, num_ranks), divmod(a.microbatch, num_ranks)
         if a.kind in PASSES:  # from the last stage down
             visit = here - 1 - visit
-        return _in_turn(
-            a, (group * here + visit) * num_ranks + m, 2 * (num_ranks - 1 - rank) + num_ranks * (here - 1) + 1
-        )
+        ahead = 2 * (num_ranks - 1 - rank) + num_ranks * (here - 1) + 1
+        return _in_turn(a, (group * here + visit) * num_ranks + m, ahead)
 
     return [tuple(sorted(chain(*stages[rank::num_ranks]), key=key)) for rank in range(num_ranks)]
 

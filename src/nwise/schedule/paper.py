@@ -31,6 +31,13 @@ def paper_time(num_stages: int, num_microbatches: int, n: int) -> int:
     (4, 6, 14)
     """
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches, n=n)
+    # Why no schedule is faster. Let c losses pass the stages k <= j. The first forward on j starts j - k slots after that on k.
+    # Then j has M forwards and c M passes, and the result of the last one needs j - k slots to return to k, before its update:
+    #
+    #     T >= 2 (j - k) + M (1 + c),  where c = min(k + N - 1, A - 1) - max(j, N - 1) + 1
+    #
+    # The cases are the largest of these. With one micro-batch the path there and back decides, otherwise the busiest stage or,
+    # in a shallow network, both.
     n = min(n, num_stages)
     if num_microbatches == 1:
         return 2 * n

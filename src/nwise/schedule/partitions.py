@@ -178,9 +178,9 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     costs: dict[str, Any] = {name: [sum(getattr(piece, name) for piece in stage) for stage in stages] for name in _SUMS}
     costs |= {name: [getattr(stage[-1], name) for stage in stages] for name in _OF_LAST}
     costs["output_bytes"] = costs["message_bytes"]
-    costs["chain_share"] = [
-        min(1.0, _chain(stage) / t) if t else 0.0 for stage, t in zip(stages, costs["input_grad"], strict=True)
-    ]
+    # The chain from the output to the first piece's weights goes through all other pieces and a part of the first.
+    chains = [stage[0].chain + sum(piece.input_grad for piece in stage[1:]) for stage in stages]
+    costs["chain_share"] = [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, costs["input_grad"], strict=True)]
     costs["scratch_bytes"] = [max(piece.scratch_bytes for piece in stage) for stage in stages]
     given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
     costs["weight_grad_peak_bytes"] = list(map(_peak, stages))
@@ -227,8 +227,3 @@ def _input_grad_peak(pieces: Sequence[Piece], start: int, end: int) -> float:
     made = [*given[start + 1 : end], 0.0]  # the cotangent of a piece's output, inside the stage
     own = (piece.cotangent_bytes + given[i] for i, piece in enumerate(pieces[start:end], start))
     return max(map(add, made, own)) if start else 0.0
-
-
-def _chain(pieces: Sequence[Piece]) -> float:
-    """Return the time of the chain from the output to the first piece's weights: through all others and part of the first."""
-    return pieces[0].chain + sum(piece.input_grad for piece in pieces[1:])

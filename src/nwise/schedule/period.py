@@ -30,25 +30,30 @@ def period(clock: Clock, limit: float = math.inf) -> float:
         clock: the clock.
         limit: time above which the search ends with any longer time that the period has at least; default: none.
     """
-    ends = {nodes[-1]: 1 for nodes in clock.lists if nodes}  # every machine begins a call after its last node
+    used = {nodes[-1]: 1 for nodes in clock.lists if nodes}  # every machine begins a call after its last node
     for waits in clock.waits:
         for node, _, calls in waits:
             if calls:
-                ends[node] = max(calls, ends.get(node, 1))
-    tokens = [(node, calls) for node, most in ends.items() for calls in range(1, most + 1)]
+                used[node] = max(calls, used.get(node, 1))
+    tokens = [(node, calls) for node, most in used.items() for calls in range(1, most + 1)]
     longest = max((sum(clock.duration[node] for node in nodes) for nodes in clock.lists), default=0.0)
-    oldest = max(ends.values(), default=1)
+    oldest = max(used.values(), default=1)
     potential = dict.fromkeys(tokens, 0.0)
     # For a late token the one that delays it, and the time of the longest path from that: an arc of the graph of tokens.
     arcs: dict[Token, tuple[Token, float]] = {}
     # `longest` is the mean of a cycle that exists, so it never exceeds the period. It rises from cycle to cycle until the proof.
     while longest <= limit:
-        batch = clock.run(_ends(clock, potential, oldest))
+        # The ends of nodes in earlier calls, the last first, known only of tokens.
+        ends = [[-math.inf] * len(clock.duration) for _ in range(oldest)]
+        for (node, calls), time in potential.items():
+            ends[calls - 1][node] = time
+        batch = clock.run(ends)
         # A token of two calls was one of one call before.
         later = {(node, calls): batch.end[node] if calls == 1 else potential[node, calls - 1] for node, calls in tokens}
         slack = _CLOSE * longest
         risen = [token for token in tokens if later[token] - longest > potential[token] + slack]
-        # No token is later than its potential plus `longest`: these potentials are the proof.
+        # No token is later than its potential plus `longest`. Add this up around any cycle, and the potentials cancel: the cycle
+        # takes at most `longest` for each call. That is the proof.
         if not risen:
             return longest
         # As in Bellman and Ford's algorithm, remember for each late token the token that delays it, and raise its potential.
@@ -66,14 +71,6 @@ def period(clock: Clock, limit: float = math.inf) -> float:
                 return longest
             longest, arcs = mean, {}
     return longest
-
-
-def _ends(clock: Clock, potential: dict[Token, float], oldest: int) -> list[list[float]]:
-    """Return the ends of nodes in earlier calls as `run` expects them, known only of tokens."""
-    ends = [[float("-inf")] * len(clock.duration) for _ in range(oldest)]
-    for (node, calls), time in potential.items():
-        ends[calls - 1][node] = time
-    return ends
 
 
 def _origin(cause: list[Token], node: int, origins: dict[int, Token]) -> Token:

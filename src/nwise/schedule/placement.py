@@ -92,6 +92,7 @@ def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: i
             return tuple(k * num_ranks // num_stages for k in stages)
         if placement == "interleaved":
             return tuple(k % num_ranks for k in stages)
+        # Down and up again: k mod 2 R, counted from the nearer end. With R = 3 that is 0 1 2 2 1 0.
         return tuple(min(k % (2 * num_ranks), 2 * num_ranks - 1 - k % (2 * num_ranks)) for k in stages)
     ranks = tuple(placement)
     if len(ranks) != num_stages or any(isinstance(r, bool) or not isinstance(r, Integral) for r in ranks):

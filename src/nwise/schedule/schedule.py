@@ -161,6 +161,8 @@ class Schedule:
     def in_flight(self) -> tuple[int, ...]:
         """Largest number of micro-batches in flight on every stage: forward done, last use still to come."""
         tasks, late = self.graph.tasks, self.graph.late
+        #     F(0) F(1) B(0) F(2) B(1) B(2)      a micro-batch counts from its forward to its last task:
+        #      1    2    2    2    2    1        at most two are in flight
         now, most = [0] * self.num_stages, [0] * self.num_stages
         for numbers in self.by_rank:
             work = [task for task in numbers if tasks[task].kind is not Kind.UPDATE]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 
 from nwise.checks import check_at_least
 from nwise.schedule.actions import Action
@@ -93,8 +92,18 @@ class Timeline:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """All messages between stages."""
-        return [message for cycle, times in enumerate(self.runs) for message in self._messages(cycle, times)]
+        """All messages between stages, each with the first task that uses it."""
+        graph, transfers, found = self.schedule.graph, self.clock.transfers, list[Message]()
+        for (cycle, times), (task, user) in product(enumerate(self.runs), self.schedule.messages):
+            earlier = graph.late[user] - graph.late[task]
+            if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
+                sent, (sender, receiver) = (
+                    self.runs[cycle - earlier],
+                    (graph.tasks[task].stage, graph.tasks[user].stage),
+                )
+                arrives = sent.end[transfers.get(task, task)] + self.costs.latency
+                found.append(Message(sender, receiver, sent.end[task], arrives, times.start[user]))
+        return found
 
     @cached_property
     def period(self) -> float:
@@ -119,21 +128,6 @@ class Timeline:
     def bubble(self) -> float:
         """Share of the second half of the run in which ranks wait, the mean over ranks."""
         return 1.0 - sum(self.utilisation) / len(self.utilisation)
-
-    def _messages(self, cycle: int, times: Times) -> Iterator[Message]:
-        """Iterate over the messages that one pass through the lists uses, each with the first task that uses it."""
-        graph, transfers = self.schedule.graph, self.clock.transfers
-        for task, user in self.schedule.messages:
-            earlier = graph.late[user] - graph.late[task]
-            if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
-                sent = self.runs[cycle - earlier]
-                yield Message(
-                    sender=graph.tasks[task].stage,
-                    receiver=graph.tasks[user].stage,
-                    sent=sent.end[task],
-                    arrives=sent.end[transfers.get(task, task)] + self.costs.latency,
-                    used=times.start[user],
-                )
 
 
 def _batch(schedule: Schedule, task: int, cycle: int) -> int:

@@ -84,15 +84,7 @@ def sweep(
 
 
 def merge(graph: TaskGraph, lists: Sequence[Sequence[int]]) -> list[int]:
-    """Merge the lists of a call into one order that respects each of them, for one process; updates come last.
-
-    Args:
-        graph: the task graph.
-        lists: tasks in order, such as one list for each stage.
-
-    Raises:
-        Deadlock: the lists are in a deadlock; the message names the actions that are stuck.
-    """
+    """Merge the lists of a call into one order that respects each of them, for one process; updates come last."""
     # The oldest micro-batch comes first, then passes before forwards (False < True), so few micro-batches are in flight.
     tasks, done, order = graph.tasks, set[int](), list[int]()
     updates = [task for one in lists for task in one if tasks[task].kind is Kind.UPDATE]

@@ -97,14 +97,12 @@ def check_memory(memory: Limit, num_ranks: int) -> None:
         raise ValueError(f"`memory` should be one number, or one for each of {num_ranks} ranks. Found {memory!r}.")
 
 
-def excess(sizes: Sequence[float], memory: Limit) -> tuple[float, float, float]:
-    """Return the largest share of its limit that a rank needs, with these bytes and this limit; 0 without a limit.
+def excess(sizes: Sequence[float], memory: float | Sequence[float]) -> tuple[float, float, float]:
+    """Return the largest share of its limit that a rank needs, with these bytes and this limit.
 
     >>> excess((50.0, 60.0), (100.0, 80.0))
     (0.75, 60.0, 80.0)
     """
-    if memory is None:
-        return (0.0, max(sizes), 0.0)
     limits = memory if isinstance(memory, Sequence) else [memory] * len(sizes)
     return max((size / limit, size, limit) for size, limit in zip(sizes, limits, strict=True))
 

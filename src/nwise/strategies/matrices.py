@@ -159,7 +159,8 @@ def _check_size(size: object) -> None:
 
 def _last_of_block(num_stages: int, size: int, first_border: int) -> list[int]:
     """Return the loss of every stage if blocks of stages end before ``first_border``, ``first_border + size``, ..."""
-    # `(first_border - k - 1) % size` is the distance from stage k to the last stage of its block.
+    # `(first_border - k - 1) % size` is the distance from stage k to the last stage of its block. Six stages, size 3, a border
+    # before stage 2: distances 1 0 | 2 1 0 | 2, so the losses are 1 1 | 4 4 4 | 5, where the network ends.
     return [min(k + (first_border - k - 1) % size, num_stages - 1) for k in range(num_stages)]
 
 

@@ -121,6 +121,12 @@ class Delayed(_Late):
     '2-wise-delay-2'
     """
 
+    # A delay of 1, mini-batches b0, b1, b2:
+    #
+    #     call        step   step   step   drain
+    #     forwards    b0     b1     b2     -
+    #     gradients   none   b0     b1     b2       those of b0 at the parameters of its call
+
     pattern = r"([^@]+)-delay-(\d+)"
     examples = ("end-to-end-delay-1",)
 
