@@ -188,7 +188,7 @@ def test_unknown_loss_with_negative_labels_warns_once() -> None:
     net.loss_fn = lambda output, target: cross_entropy(output, target)
     x, y = net.draw(6)
     pipe = pipeline(net, "2-wise", 2)
-    for _ in range(2):  # the next comparison with the whole mini-batch, which would warn as well, is in step 4
+    for _ in range(4):  # the next comparison with the whole mini-batch, which would warn as well, is in step 8
         pipe.step(x, target=y)
     y[:2] = -100
     pipeline(net, "2-wise").step(x, target=y)  # one micro-batch is weighted rightly
