@@ -140,7 +140,7 @@ class Pipeline(Settings):
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence, self._divergence = True, Divergence()
-        self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
+        self._input_asks = False
         self._observer = None if plan is None else plan.observer(self.processes)
         prices = plan.prices(self.processes.num_ranks) if plan else ()
         self._program = Program(self.processes, prices, shared)
@@ -248,9 +248,7 @@ class Pipeline(Settings):
         processes, m = self.processes, self.num_microbatches
         self.steps, self.seed = index(self.steps), index(self.seed)  # they may have come from a file, as tensors
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        if not self._compared:
-            arguments.check_same_batch(processes, parts)
-            self._compared = True
+        arguments.check_same_batch(processes, parts)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)

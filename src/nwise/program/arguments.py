@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
+from nwise.looks import is_due
 from nwise.microbatch import Parts
 from nwise.network.chain import Chain
 from nwise.network.unsaved import emptied_buffers, refuse_buffers
@@ -204,9 +205,9 @@ def placed(
 
 def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
-    equal loaders.
+    equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
     """
-    if processes.size > 1:
+    if processes.size > 1 and is_due(processes.progress.steps + 1):
         used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
         processes.agree(inputs=_code(used), target=_code(parts.targets))
 
