@@ -67,8 +67,8 @@ def script(folder: Path, body: str) -> str:
 
 
 def test_mismatched_batches_across_ranks_raise(tmp_path: Path) -> None:
-    """Regression: loaders with different shuffle seeds paired inputs of one sample with labels of another, unnoticed; so did loaders
-    whose shuffles came to differ after the first epoch, because one rank alone had drawn random numbers.
+    """Regression: loaders with different shuffle seeds paired inputs of one sample with labels of another, unnoticed; so did
+    loaders whose shuffles came to differ after the first epoch, because one rank alone had drawn random numbers.
     """
     body = (
         "for i in (0, 0, 1 + RANK):\n    x, y = data[i]\n    pipe.step(x, target=y)\n    print('step', flush=True)\n"
