@@ -234,7 +234,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 
 # Functions that look for one object in two places, and keep nothing.
-LOOK_AT_IDENTITY = {"refuse_sharing", "copied", "counted", "_copied", "_double", "_look_into", "_stand_in"}
+LOOK_AT_IDENTITY = {"copied", "counted", "_copied", "_double", "_look_into", "_stand_in"}
 
 
 def test_nothing_is_keyed_by_id() -> None:

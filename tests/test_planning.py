@@ -321,7 +321,7 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
         choose("best", flows, (0, 1), None, costs, 5.0)
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
-    pipe._program = Program(pipe.processes, (costs, 5.0), None)
+    pipe._program = Program(pipe.processes, (costs, 5.0))
     pipe.refresh()
     with pytest.warns(UserWarning, match="whatever its memory") as seen:
         pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))

@@ -129,6 +129,38 @@ def test_state_of_optimizers_resumes_bitwise(optimizer: Make, tmp_path: Path) ->
     assert again.state_dict()["stages.0.a.weight"].std() > 0.1, "the updates have not vanished"
 
 
+def test_resuming_in_another_precision_casts_as_torch_does_and_says_so(tmp_path: Path) -> None:
+    """Regression: weights were cast without a word, and states kept their dtype, so that Adam failed in its next update."""
+    pipe = pipeline().double()
+    update = torch.optim.Adam(pipe.parameters(), foreach=False)
+    for p in pipe.parameters():
+        p.grad = torch.randn_like(p)
+    update.step()
+    Checkpoints(tmp_path, pipe, update).save()
+    again, other = pipeline(), pipeline()
+    ours, torchs = (torch.optim.Adam(one.parameters(), foreach=False) for one in (again, other))
+    assert Checkpoints(tmp_path, again, ours).resume() == Resumed(0, "float64 -> float32")
+    other.load_state_dict(pipe.state_dict())
+    torchs.load_state_dict(update.state_dict())
+    assert equal(ours.state_dict(), torchs.state_dict())
+    assert all(map(torch.equal, again.parameters(), other.parameters()))
+    train(again, ours, 1)
+
+
+def test_state_that_the_optimizer_has_no_use_for_is_said(tmp_path: Path) -> None:
+    """Regression: an optimizer made without the layers that a callback had unfrozen lost their state without a word."""
+    pipe = pipeline()
+    update = torch.optim.Adam(pipe.parameters())
+    train(pipe, update, 1)
+    Checkpoints(tmp_path, pipe, update).save()
+    again = pipeline()
+    update = torch.optim.Adam([*again.stages[1].parameters(), *again.heads.parameters()])
+    resumed = Checkpoints(tmp_path, again, update).resume()
+    assert resumed == Resumed(
+        1, "the state of model.a.bias, model.a.weight is dropped, which the optimizer does not update"
+    )
+
+
 def test_values_are_packed_by_hand() -> None:
     tensors: dict[str, Tensor] = {}
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from nwise.program.arguments import refuse_sharing
+from nwise.program.arguments import Sharing
+from nwise.runtime.processes import RemoteModule
 from nwise.training.clip import Clip, ClipBy
 
 A, VOCABULARY = 3, 7
@@ -94,7 +95,7 @@ def test_sharing_that_would_be_ambiguous_is_refused() -> None:
         nwise.Pipeline(stages, nwise.heads.shared(stages), tied="yes")
     heads = [*nwise.heads.shared(stages), None]
     with pytest.raises(ValueError, match="one stage or head in several processes. Found stages.0.0.weight again"):
-        refuse_sharing((stages, stages), (heads, heads), "sum", several=True)
+        Sharing(stages, heads, "sum", several=True).check(stages, heads)
     middle = [nn.Linear(3, 3) for _ in range(A)]
     with pytest.raises(ValueError, match="Found stages.1.weight again as heads.0.weight"):
         nwise.Pipeline(middle, [middle[1], nn.Linear(3, 3)], tied="sum")
@@ -102,6 +103,39 @@ def test_sharing_that_would_be_ambiguous_is_refused() -> None:
     for _ in range(2):  # the second step used to train
         with pytest.raises(ValueError, match="under a delay. Found stages.0.0.weight again as .*; use separate heads"):
             pipe.step(torch.zeros(4, dtype=torch.int64), target=torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("strategy", ["2-wise", "2-wise-delay-1"])
+def test_weights_tied_later_are_refused(strategy: str) -> None:
+    """Regression: a weight tied after `Pipeline`, as by `model.tie_weights()`, trained with the sum of two credits."""
+    stages = [nn.Linear(3, 3) for _ in range(3)]
+    pipe = nwise.Pipeline(stages, [nn.Linear(3, 3) for _ in range(2)], nn.functional.mse_loss, strategy)
+    x = torch.randn(4, 3)
+    pipe.step(x, target=x)
+    stages[0].weight = stages[1].weight
+    for _ in range(2):
+        with pytest.raises(ValueError, match="belong to one stage.* Found stages.0.weight again as stages.1.weight"):
+            pipe.step(x, target=x)
+    stages[0].weight = nn.Parameter(torch.zeros(3, 3))
+    pipe.forget_pending()
+    pipe.step(x, target=x)
+    pipe.heads[1].weight = stages[2].weight
+    if strategy == "2-wise":
+        pipe.step(x, target=x)  # as at the beginning, heads and the output may share
+    else:
+        with pytest.raises(ValueError, match="under a delay. Found stages.2.weight again as heads.1.weight"):
+            pipe.step(x, target=x)
+
+
+def test_weights_tied_later_to_a_stage_of_another_process_are_refused() -> None:
+    """Regression: each process trained its own copy of the weight, without a word."""
+    here, there = nn.Linear(3, 3), nn.Linear(3, 3)
+    sharing, present = Sharing([there, here], [], "refuse", several=True), [RemoteModule("stage 0", 0), here]
+    assert sharing.check(present, []) is None
+    here.weight = there.weight
+    with pytest.raises(ValueError, match="in several processes. Found stages.0.weight again as stages.1.weight"):
+        sharing.check(present, [])
+    assert copy.deepcopy(sharing).check(present, []) is None, "a copy does not hold the stages of other processes"
 
 
 def test_generation_with_an_early_exit_gives_the_same_tokens(tmp_path: Path) -> None:

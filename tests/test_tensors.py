@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import X, Y
+from nwise.tensors import sample
 
 
 def test_head_outputs_of_in_place_head_raise() -> None:
@@ -42,3 +43,8 @@ def test_complex_activations_carry_gradients() -> None:
     pipe.step(X, target=Y)
     assert first.linear.weight.grad is not None
     torch.testing.assert_close(first.linear.weight.grad, expected["stages.0.linear.weight"])
+
+
+def test_samples_of_complex_values_are_real() -> None:
+    """Regression: on several processes torch warned that the imaginary parts of complex gradients were lost."""
+    assert sample(torch.tensor([1 + 2j, 3 - 4j]).conj()).double().tolist() == [[1, -2], [3, 4]]

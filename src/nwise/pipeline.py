@@ -128,7 +128,7 @@ class Pipeline(Settings):
         self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
-        shared = arguments.refuse_sharing((given, mains), (given_heads, sides), tied, self.processes.size > 1)
+        self._sharing = arguments.Sharing(given, given_heads, tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         # One process waits for no other, so the order with the least memory is the best.
@@ -140,10 +140,10 @@ class Pipeline(Settings):
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.warns_of_divergence, self._divergence = True, Divergence()
-        self._compared = self._input_asks = False  # whether the mini-batches of all ranks have been compared
+        self._input_asks = False
         self._observer = None if plan is None else plan.observer(self.processes)
         prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._program = Program(self.processes, prices, shared)
+        self._program = Program(self.processes, prices)
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
         self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
@@ -251,9 +251,7 @@ class Pipeline(Settings):
         arguments.check_surroundings()
         processes, m = self.processes, self.num_microbatches
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        if not self._compared:
-            arguments.check_same_batch(processes, parts)
-            self._compared = True
+        arguments.check_same_batch(processes, parts)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
@@ -354,7 +352,9 @@ class Pipeline(Settings):
             return self._structure
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
-        stages = zip(self._stages, self.stages, self.heads.by_stage(self.num_stages), strict=True)
+        heads = self.heads.by_stage(self.num_stages)
+        self._program.shared = self._sharing.check(list(self.stages), heads)
+        stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
         self._program.set_trainable(learn)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from torch import Tensor
+from torch import Tensor, view_as_real
 
 from nwise._torch import versions
 from nwise.dtensor import is_dtensor
@@ -234,13 +234,16 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
 def sample(tensor: Tensor) -> Tensor:
     """Return a copy of at most 64 values, spread over the tensor: enough to see whether a write has changed its values.
 
+    A complex value is two real ones.
+
     >>> import torch
     >>> sample(torch.arange(200.0))[:3]
     tensor([0., 4., 8.])
     """
     local = tensor.detach()
     values = (local.to_local() if is_dtensor(local) else local).reshape(-1)
-    return values[:: max(1, -(-len(values) // 64))].clone()
+    copy = values[:: max(1, -(-len(values) // 64))].clone()
+    return view_as_real(copy.resolve_conj()) if copy.is_complex() else copy
 
 
 def refuse_attributes(tensors: Tensors, what: str) -> None:

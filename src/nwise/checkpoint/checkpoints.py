@@ -154,7 +154,7 @@ class Checkpoints:
                 warnings.warn(
                     f"{error}. This background write failed; nwise now writes the next checkpoint.", stacklevel=2
                 )
-        with self._processes.telling():
+        with self._processes.telling("a checkpoint"):
             files.together(self._group, self._claim_folder)
         self._knows_folder = True
         due = self._pipe.pending_gradients()

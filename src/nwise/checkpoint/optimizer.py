@@ -171,6 +171,8 @@ class SavedOptimizer:
             accepts = getattr(optimizer, "accepts_state", None)
             if name in self._states and accepts and not accepts(p, [key for key, _ in self._states[name]["dict"]]):
                 del self._states[name]
+        trained_then = [name for name, packed in self._states.items() if any(places(packed))]
+        self._dropped = sorted(parameters.keys() & set(trained_then) - self._parameters.keys())
         self.fresh: dict[str, Tensor] = {}
         self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
@@ -227,7 +229,9 @@ class SavedOptimizer:
             optimizer.state[p] = state
         saved, now = self._parts[0]["defaults"] if self._parts and settings else {}, optimizer.defaults
         changed = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
+        dropped = ", ".join(self._dropped[:3]) + (", ..." if len(self._dropped) > 3 else "")
         return [
+            *([f"the state of {dropped} is dropped, which the optimizer does not update"] if dropped else []),
             *(f"the optimizer's {k} is that of the checkpoint, not of {k}={now[k]}" for k in changed),
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
@@ -253,11 +257,14 @@ class SavedOptimizer:
             like, is_step = self._layout[name], name.endswith(_STEP)
             on_host = name in self._host or (is_step and p not in self._counted)
             device = torch.device("cpu") if on_host else p.device
+            # As in torch, a state in the dtype of its parameter follows it.
+            follows = p in self._names and not is_step and like.dtype == self._layout[self._names[p]].dtype
+            dtype = p.dtype if follows else like.dtype
             self.fresh[name] = (
-                torch.empty(like.shape, dtype=like.dtype, device=device)
+                torch.empty(like.shape, dtype=dtype, device=device)
                 if is_step or like.shape != p.shape
                 # Same strides as the parameter: fused optimizers go by memory. Parts of a DTensor stay on their mesh's device.
-                else torch.empty_like(p.detach(), dtype=like.dtype, device=None if is_dtensor(p) else device)
+                else torch.empty_like(p.detach(), dtype=dtype, device=None if is_dtensor(p) else device)
             )
         return self.fresh[name]
 

@@ -214,7 +214,9 @@ def restore(
         if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:
             optimizer.state.pop(parameter, None)
     with _reading(folder):
-        notes = _merged_losses(targets, fresh) + ([] if loader is None else loader.load(settings=settings))
+        notes = [*_cast(targets, layout), *_merged_losses(targets, fresh)] + (
+            [] if loader is None else loader.load(settings=settings)
+        )
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
     if random in sizes:
@@ -262,6 +264,12 @@ def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str
         {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
         for n in range(int(facts.get("due", 0)))
     ]
+
+
+def _cast(targets: Mapping[str, Tensor], layout: Mapping[str, Tensor]) -> list[str]:
+    """Say which dtypes of the checkpoint are other ones here."""
+    pairs = {(layout[name].dtype, tensor.dtype) for name, tensor in targets.items()}
+    return sorted(f"{then} -> {now}".replace("torch.", "") for then, now in pairs if then != now)
 
 
 def _merged_losses(targets: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> list[str]:

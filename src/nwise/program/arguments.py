@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,20 @@ from torch.nn.parameter import is_lazy
 
 from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
+from nwise.looks import is_due
 from nwise.microbatch import Parts
 from nwise.network.chain import Chain
 from nwise.network.unsaved import emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
-from nwise.runtime.processes import Processes
+from nwise.runtime.processes import Processes, RemoteModule
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Tensors, call, names
 
 if TYPE_CHECKING:
     from nwise.capture.capture import Capture
+
+T = TypeVar("T")
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -207,9 +211,9 @@ def placed(
 
 def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
-    equal loaders.
+    equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
     """
-    if processes.size > 1:
+    if processes.size > 1 and is_due(processes.progress.steps + 1):
         used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
         processes.agree(inputs=_code(used), target=_code(parts.targets))
 
@@ -257,51 +261,66 @@ def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor])
         refuse_buffers(() if isinstance(module, Chain) else emptied_buffers(module, fn))
 
 
-Both = tuple[Sequence[ModuleOrFactory | None], Sequence[nn.Module | None]]
-
-
-def refuse_sharing(mains: Both, sides: Both, tied: str, several: bool) -> tuple[str, str] | None:
-    """Raise ValueError if a parameter is in two places that would give it two credits.
+class Sharing:
+    """Finds a parameter in two places that would give it two credits.
 
     Heads and the output may share parameters: the gradient is the sum over their losses. With ``tied="sum"`` the first stage may
     share them too, as a tied embedding does.
 
     Args:
-        mains: two lists: the stages that the caller passed, those of other processes included, and the stages as built.
-        sides: the heads likewise, None for a stage without one.
+        stages, heads: what the caller has passed, those of other processes included.
         tied: ``"sum"`` or ``"refuse"``.
         several: whether there are several processes, which cannot share parameters.
 
-    Returns:
-        Two names of a shared parameter, or None.
+    Raises:
+        ValueError: `tied` is something else.
     """
-    if tied not in ("refuse", "sum"):
-        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
-    seen: dict[int, tuple[str, str]] = {}
-    owners = [
-        (f"{what}.{k}", module)
-        for what, pairs in (("stages", mains), ("heads", sides))
-        for k, (given, built) in enumerate(zip(*pairs, strict=True))
-        if (module := given if isinstance(given, nn.Module) else built) is not None
-    ]
-    allowed = {f"stages.{len(mains[0]) - 1}", *(["stages.0"] if tied == "sum" else [])}
-    _refuse_lazy(owners)
-    shared = None
-    for owner, module in owners:
-        for name, parameter in module.named_parameters():
-            first = seen.setdefault(id(parameter), (owner, name))
-            if first[0] == owner:
-                continue
-            shared = ".".join(first), f"{owner}.{name}"
-            places = {place for place in (first[0], owner) if not place.startswith("heads.")} - allowed
-            if places or several:
-                rule = "one stage or head in several processes" if several else "one stage, or to heads and the output"
-                hint = ", or pass `tied='sum'`" if places == {"stages.0"} and not several else ""
-                raise ValueError(
-                    f"Every parameter should belong to {rule}. Found {shared[0]} again as {shared[1]}; untie them by "
-                    f"`nwise.untie(model)` or a copy.deepcopy of one{hint}."
-                )
-    return shared
+
+    def __init__(
+        self, stages: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None], tied: str, several: bool
+    ) -> None:
+        if tied not in ("refuse", "sum"):
+            raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
+        self._tied, self._several = tied, several
+        # Weakly, because the caller may free what other processes train.
+        self._given: Mapping[str, Mapping[str, Tensor]] = {
+            place: WeakValueDictionary(module.named_parameters())
+            for place, module in _places(stages, heads)
+            if isinstance(module, nn.Module)
+        }
+
+    def check(self, stages: Sequence[nn.Module], heads: Sequence[nn.Module | None]) -> tuple[str, str] | None:
+        """Return two names of a shared parameter, or None; raise ValueError if it may not be shared."""
+        owners = list(_places(stages, heads))
+        allowed = {f"stages.{len(stages) - 1}", *(["stages.0"] if self._tied == "sum" else [])}
+        _refuse_lazy(owners)
+        seen: dict[Tensor, tuple[str, str]] = {}
+        shared = None
+        for owner, module in owners:
+            remote = isinstance(module, RemoteModule)
+            for name, parameter in self._given.get(owner, {}).items() if remote else module.named_parameters():
+                first = seen.setdefault(parameter, (owner, name))
+                if first[0] == owner:
+                    continue
+                shared = ".".join(first), f"{owner}.{name}"
+                places = {place for place in (first[0], owner) if not place.startswith("heads.")} - allowed
+                if places or self._several:
+                    alone = "one stage or head in several processes" if self._several else ""
+                    hint = ", or pass `tied='sum'`" if places == {"stages.0"} and not self._several else ""
+                    raise ValueError(
+                        f"Every parameter should belong to {alone or 'one stage, or to heads and the output'}. Found {shared[0]} "
+                        f"again as {shared[1]}; untie them by `nwise.untie(model)` or a copy.deepcopy of one{hint}."
+                    )
+        return shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to copy or pickle, without the parameters of other processes."""
+        return {**self.__dict__, "_given": {}}
+
+
+def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[str, T]]:
+    for what, modules in (("stages", stages), ("heads", heads)):
+        yield from ((f"{what}.{k}", module) for k, module in enumerate(modules) if module is not None)
 
 
 def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -> None:

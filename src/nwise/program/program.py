@@ -27,11 +27,14 @@ class Program:
     Args:
         processes: the processes.
         prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
+
+    Attributes:
         shared: two names of a parameter that is in two places, or None.
     """
 
-    def __init__(self, processes: Processes, prices: tuple[Any, ...], shared: tuple[str, str] | None) -> None:
-        self._processes, self._prices, self._shared = processes, prices, shared
+    def __init__(self, processes: Processes, prices: tuple[Any, ...]) -> None:
+        self._processes, self._prices = processes, prices
+        self.shared: tuple[str, str] | None = None
         self._trainable: tuple[bool, ...] = ()
         self._key: Any = None
         self._frozen: tuple[object, ...] = ()
@@ -106,15 +109,16 @@ class Program:
             return self._schedule
         flows = self.flows(now, num_microbatches, heads)
         key = order, flows, self._processes.placement, strategy_ages(now, flows)
-        if self._schedule is None or self._key != (key, tuple(heads)):
+        own = key, tuple(heads), self.shared
+        if self._schedule is None or self._key != own:
             self.check_heads(now, num_microbatches, heads)
             schedule = choose(*key, *self._prices)
-            if self._shared is not None and schedule.late_stages:
+            if self.shared is not None and schedule.late_stages:
                 raise ValueError(
-                    f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
-                    f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
+                    f"Every parameter should belong to one stage or head under a delay. Found {self.shared[0]} again as "
+                    f"{self.shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
-            self._key, self._schedule = (key, tuple(heads)), schedule
+            self._key, self._schedule = own, schedule
             self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
         self._frozen = frozen
         return self._schedule
