@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.program.arguments import Sharing
-from nwise.runtime.processes import RemoteModule
+from nwise.runtime.modules import RemoteModule
 from nwise.training.clip import Clip, ClipBy
 
 A, VOCABULARY = 3, 7

@@ -171,8 +171,10 @@ class SavedOptimizer:
             accepts = getattr(optimizer, "accepts_state", None)
             if name in self._states and accepts and not accepts(p, [key for key, _ in self._states[name]["dict"]]):
                 del self._states[name]
-        trained_then = [name for name, packed in self._states.items() if any(places(packed))]
-        self._dropped = sorted(parameters.keys() & set(trained_then) - self._parameters.keys())
+        owners = {full.rpartition(".")[0] for full in layout}  # with a tensor in their state
+        self._dropped = sorted(
+            name for name in parameters.keys() - self._parameters.keys() if f"optimizer.{name}" in owners
+        )
         self.fresh: dict[str, Tensor] = {}
         self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form

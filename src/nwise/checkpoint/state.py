@@ -13,7 +13,7 @@ The data need no state: the seed and the step's number determine its samples (`n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -208,15 +208,11 @@ def restore(
     with torch.no_grad():
         for name, tensor in targets.items():
             tensor.copy_(fresh[name])
-    for parameter in parameter_names(pipe):
-        parameter.grad = None  # it belongs to steps that are undone now, and so does the state
-        # Adagrad of torch before 2.13 makes a state with the optimizer, and expects it.
-        if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:
-            optimizer.state.pop(parameter, None)
-    with _reading(folder):
-        notes = [*_cast(targets, layout), *_merged_losses(targets, fresh)] + (
-            [] if loader is None else loader.load(settings=settings)
-        )
+    _undo_steps(parameter_names(pipe), optimizer)
+    notes = [*_cast(targets, layout), *_merged_losses(targets, fresh)]
+    if loader is not None:
+        with _reading(folder):
+            notes += loader.load(settings=settings)
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
     if random in sizes:
@@ -229,6 +225,15 @@ def restore(
     if lost := 0 if kept else int(facts.get("due", 0)):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return changes
+
+
+def _undo_steps(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+    """Forget the gradients and states of the steps that a checkpoint undoes."""
+    for parameter in parameters:
+        parameter.grad = None
+        # Adagrad of torch before 2.13 makes a state with the optimizer, and expects it.
+        if optimizer is not None and optimizer.state.get(parameter, {}).get("step") != 0:
+            optimizer.state.pop(parameter, None)
 
 
 def parameter_names(pipe: Pipeline) -> dict[Tensor, str]:

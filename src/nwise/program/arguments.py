@@ -20,7 +20,8 @@ from nwise.microbatch import Parts
 from nwise.network.chain import Chain
 from nwise.network.unsaved import emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
-from nwise.runtime.processes import Processes, RemoteModule
+from nwise.runtime.modules import RemoteModule
+from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.tensors import Tensors, call, names
