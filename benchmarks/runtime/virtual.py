@@ -131,7 +131,8 @@ class VirtualStage:
         if action.kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.BOTH):
             link = after if action.kind is Kind.FORWARD else before
             output = tape.inputs if link is None else (link.stamp(tape.inputs[0], self._device.free),)
-        tape.release()
+        if not tape.passes_left:
+            tape.release()
         return output
 
 

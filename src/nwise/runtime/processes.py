@@ -132,7 +132,7 @@ class Processes:
     @final
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values, serialisable as JSON; None does not count."""
-        check_same(self.gather("settings", values), _REMEDIES)
+        check_same(self.gather(" and ".join(values), values), _REMEDIES)
 
     @final
     def by_place(self, name: str, value: Any) -> list[Any]:
