@@ -24,7 +24,8 @@ from ranks import habits
 def test_habits_under_torchrun(tmp_path: Path) -> None:
     """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied. In silence, torch's clipping
     gave other results on every number of ranks, so did an optimizer with a norm over all parameters, a scheduler that followed
-    the last loss changed the rate of some, and the network was saved and used mostly untrained."""
+    the last loss changed the rate of some, a loop that skipped nan left some without updates, and the network was saved and
+    used mostly untrained."""
     norms: list[float] = []
     pipe, model = habits.clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
     first, second = found = results(2, "habits.py", tmp_path)
@@ -46,6 +47,11 @@ def test_habits_under_torchrun(tmp_path: Path) -> None:
             r"All processes should change their learning rates alike. Found a factor of 0.1 on rank 0 and of 1 on rank 1 "
             r".*; give it the last loss of `pipe.processes.table",
             one["plateau"],
+        )
+        assert re.match(
+            r"All processes should update their parameters after the same steps. Found an update after step \d on rank 1, but "
+            "none on rank 0.*; look at the last loss of `pipe.processes.table",
+            one["skipped"],
         )
         assert one["scaled alike"] == ""
         assert re.match(

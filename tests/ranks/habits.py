@@ -71,6 +71,17 @@ def plateau(count: int = 10) -> None:
     pipe.close()
 
 
+def skipping(count: int = 4) -> None:
+    """Train, and leave out the update after a last loss that is not finite."""
+    pipe = pipeline(*network(), seed=0)
+    update = torch.optim.SGD(pipe.parameters(), lr=0.01)
+    for x, y in data(1) * count:
+        if pipe.step(x, target=y).last.isfinite():
+            update.step()
+        update.zero_grad()
+    pipe.close()
+
+
 class Normed(torch.optim.Optimizer):
     """Divides by the norm of all gradients that it has."""
 
@@ -145,7 +156,7 @@ def main() -> dict[str, Any]:
     found["clipped, then set to zero"] = told(
         lambda: clipped(lambda pipe: nn.utils.clip_grad_norm_(pipe.parameters(), 0.05), set_to_none=False)[0].close()
     )
-    found["plateau"] = told(plateau)
+    found["plateau"], found["skipped"] = told(plateau), told(skipping)
     found["mixed"], found["mixed alike"], found["apart"] = map(updated, (Normed, Summing, torch.optim.SGD))
     found["scaled alike"] = told(lambda: clipped(unscaled)[0].close())
     norms: list[float] = []

@@ -3,7 +3,8 @@
 - The optimizer has only the main network's parameters, so the heads never learn.
 - Under several processes torch's `clip_grad_norm_` sees the stages of its own process, so each process scales its gradients by
   another factor.
-- Under several processes a scheduler that follows a loss gets nan where the loss is not computed, so the rates go apart.
+- Under several processes a scheduler that follows a loss gets nan where the loss is not computed, so the rates go apart. A loop
+  that skips an update if the loss is not finite never trains the stages there.
 - Under several processes an optimizer with a norm over all parameters has that of its process.
 
 A look compares a few tensors with copies of them; it costs something at the steps 1, 2, 4, 8, ... only, and an optimizer is tried
@@ -31,6 +32,7 @@ from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
 
+_LAST_LOSS = "the last loss of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`"
 _UPDATES = 2  # updates without a head after which there is a warning
 
 
@@ -54,6 +56,7 @@ class Habits:
         )
         self._factor: float | None = None  # by which the gradient had been scaled at the last update
         self._rate = self._first_rate = 0.0  # of the parameter
+        self._updated = False  # whether an optimizer has updated any parameter since the last look
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
         self._warned = self._warned_of_heads = False
         processes.before_close(self.look_at_factors)
@@ -80,7 +83,9 @@ class Habits:
         if self._gradient is None:
             return
         parameter, *gradient = self._gradient
+        learns = set(learning(self.stages))
         for group in optimizer.param_groups:
+            self._updated = self._updated or not learns.isdisjoint(group["params"])
             if any(p is parameter for p in group["params"]):
                 self._factor, self._rate = _factor(*gradient), float(group["lr"]) if "lr" in group else 0.0
                 self._first_rate = self._first_rate or self._rate
@@ -107,9 +112,10 @@ class Habits:
             rate = self._rate / self._first_rate if self._first_rate else None
             if self._factor is None and self._gradient is not None:  # an update by hand
                 self._factor = _factor(*self._gradient[1:])
-            self._processes.post(f"factor/{self._steps}", [self._factor, rate])
+            updated = None if self._gradient is None else self._updated
+            self._processes.post(f"factor/{self._steps}", [self._factor, rate, updated])
             self._posted.append(self._steps)
-            self._gradient = self._factor = None
+            self._gradient, self._factor, self._updated = None, None, False
         self.look_at_factors()
         self._steps += 1
         self._looks = is_due(self._steps)
@@ -141,7 +147,8 @@ class Habits:
         """Compare by which factor each process has scaled its gradients, once all have said so; wait for none."""
         while self._posted and (factors := self._processes.posted(f"factor/{self._posted[0]}")) is not None:
             step = self._posted.pop(0)
-            scaled, rates = (_apart(numbers) for numbers in zip(*factors, strict=True))
+            *numbers, updated = zip(*factors, strict=True)
+            scaled, rates = map(_apart, numbers)
             said = ""
             if scaled:
                 said = (
@@ -152,7 +159,13 @@ class Habits:
                 said = (
                     f"All processes should change their learning rates alike. Found a factor of {rates} between the first rate "
                     f"and that of step {step}, as of a scheduler that follows a loss, which is nan in other processes; give it "
-                    "the last loss of `pipe.processes.table({k: losses[k:k + 1] for k in pipe.processes.here})`."
+                    f"{_LAST_LOSS}."
+                )
+            elif True in updated and False in updated:
+                said = (
+                    f"All processes should update their parameters after the same steps. Found an update after step {step} on "
+                    f"rank {updated.index(True)}, but none on rank {updated.index(False)}, as of a loop that skips it if a loss is "
+                    f"not finite, which is nan in other processes; look at {_LAST_LOSS}."
                 )
             if said and not self._warned:
                 self._warned = True
