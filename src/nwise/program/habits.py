@@ -164,8 +164,8 @@ class Habits:
             elif True in updated and False in updated:
                 said = (
                     f"All processes should update their parameters after the same steps. Found an update after step {step} on "
-                    f"rank {updated.index(True)}, but none on rank {updated.index(False)}, as of a loop that skips it if a loss is "
-                    f"not finite, which is nan in other processes; look at {_LAST_LOSS}."
+                    f"rank {updated.index(True)}, but none on rank {updated.index(False)}, as of a loop that skips it if a loss "
+                    f"is not finite, which is nan in other processes; look at {_LAST_LOSS}."
                 )
             if said and not self._warned:
                 self._warned = True
