@@ -97,8 +97,9 @@ __all__ = [
     "untie",
 ]
 
-# The submodule that each name comes from; `heads` and `losses` are submodules.
+# The submodule that each name comes from: of a strategy, if nothing else is said. `heads` and `losses` are submodules.
 _PLACES = {
+    **{name: "strategies" for name in __all__ if name not in ("heads", "losses")},
     "Chain": "network.chain",
     "Device": "planning.devices",
     "Flow": "flow",
@@ -116,23 +117,6 @@ _PLACES = {
     "split": "network.splitting",
     "staleness": "schedule.ages",
     "untie": "network.tied",
-    **dict.fromkeys(
-        (
-            "Blocks",
-            "Credit",
-            "DeepSupervision",
-            "Delayed",
-            "EndToEnd",
-            "Geometric",
-            "Hogwild",
-            "Local",
-            "NWise",
-            "Rotating",
-            "Strategy",
-            "strategy",
-        ),
-        "strategies",
-    ),
 }
 
 __getattr__ = partial(member, __name__, _PLACES)
