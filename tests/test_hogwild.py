@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -358,6 +359,20 @@ def test_a_change_of_form_drops_what_is_due() -> None:
     pipe.strategy = nwise.strategy("hogwild-forward")
     steps(pipe, 1)
     assert pipe.forget_pending() == 1
+
+
+@pytest.mark.filterwarnings("ignore:All gradients should be applied")
+def test_what_is_dropped_gives_its_memory_back() -> None:
+    """Regression: what waited for a pass kept its own graph alive by the hooks on its saved tensors, for good."""
+    kept: list[weakref.ref[Tensor]] = []
+    stages = layers(3)
+    for stage in stages:
+        stage.register_forward_hook(lambda module, given, made: kept.append(weakref.ref(made)))
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild")
+    steps(pipe, 3)
+    assert sum(one() is not None for one in kept) > 0
+    assert pipe.forget_pending() > 0
+    assert [one for one in kept if one() is not None] == []
 
 
 def test_a_schedule_with_other_ages_of_messages_is_refused() -> None:

@@ -162,9 +162,8 @@ class State:
     def __init__(self, module: nn.Module) -> None:
         _, self.generators, contents = held(module)
         buffers = [holder._buffers for holder, _ in contents if isinstance(holder, nn.Module)]
-        contents += [
-            (store, dict(store)) for store in buffers if store and isinstance(store, dict)
-        ]  # not of TorchScript
+        # Those of TorchScript are no dictionary.
+        contents += [(store, dict(store)) for store in buffers if store and isinstance(store, dict)]
         copies: dict[int, Any] = {}
         self._contents = [(holder, _copied(content, copies)) for holder, content in contents]
 

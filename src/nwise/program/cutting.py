@@ -1,4 +1,4 @@
-"""What a step does with its batch: cut it, or take it as cut; the first step also looks whether the cut changes a value."""
+"""What a step does with its batch: cut it, or take it as cut; some steps also look whether the cut changes a value."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class Cutter:
         self._always = always
         self._stages, self._processes, self._batch_dim = stages, processes, batch_dim
         self.terms = make_terms(losses)
-        self._seen: set[object] = (
-            set()
-        )  # the numbers of micro-batches and heads with which the network has been compared
+        self._seen: set[object] = set()  # with which numbers of micro-batches and heads the network has been compared
         self._steps: Counter[object] = Counter()  # by kind
         self._told: set[object] = set()  # the losses that have been warned of, with the numbers of micro-batches
 

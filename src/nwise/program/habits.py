@@ -51,9 +51,8 @@ class Habits:
         self._left_out: dict[int, int] = {}  # updates in a row without the head, by stage
         self._versions: dict[Tensor, int] = {}  # of parameters with gradients, at the last look
         self._gradient: tuple[Tensor, Tensor, Tensor] | None = None  # a parameter, its gradient, and some of its values
-        self._tried: weakref.WeakSet[Optimizer] | None = (
-            None  # those that have called `_at_update`; None before its hook
-        )
+        # Those that have called `_at_update`; None before its hook.
+        self._tried: weakref.WeakSet[Optimizer] | None = None
         self._factor: float | None = None  # by which the gradient had been scaled at the last update
         self._rate = self._first_rate = 0.0  # of the parameter
         self._updated = False  # whether an optimizer has updated any parameter since the last look

@@ -35,7 +35,7 @@ class Step:
         structure: modules and trainable parameters.
         engine: the engine.
         hooks: the hooks of parameters.
-        looking: function that returns a context for the first steps of a kind, which looks at a batch.
+        looking: function that returns a context, which in some steps looks at the batch.
         on_action: function called after each action, or None.
     """
 

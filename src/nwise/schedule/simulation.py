@@ -97,10 +97,7 @@ class Timeline:
         for (cycle, times), (task, user) in product(enumerate(self.runs), self.schedule.messages):
             earlier = graph.late[user] - graph.late[task]
             if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
-                sent, (sender, receiver) = (
-                    self.runs[cycle - earlier],
-                    (graph.tasks[task].stage, graph.tasks[user].stage),
-                )
+                sent, sender, receiver = self.runs[cycle - earlier], graph.tasks[task].stage, graph.tasks[user].stage
                 arrives = sent.end[transfers.get(task, task)] + self.costs.latency
                 found.append(Message(sender, receiver, sent.end[task], arrives, times.start[user]))
         return found

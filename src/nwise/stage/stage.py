@@ -120,7 +120,7 @@ class Stage:
             minibatch: index of the mini-batch in the schedule's cycle.
             batch: the mini-batch.
         """
-        k, passes = self.index, schedule.passes[minibatch]
+        k = self.index
         versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory

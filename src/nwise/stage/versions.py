@@ -157,8 +157,8 @@ class InMemory(Versions):
     def _pack(self, x: Tensor) -> _Saved:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
         found = self._owners.get(x.untyped_storage().data_ptr()) if plain else None
-        if found is None:
-            return _Saved(x, None, version(x))
+        if found is None:  # without the graph, which would hold itself by its hooks and outlive a step that is dropped
+            return _Saved(x.detach(), None, version(x))
         return _Saved(x.data, found, x.data_ptr() - found[0].data_ptr())
 
     def _unpack(self, saved: _Saved) -> Tensor:
