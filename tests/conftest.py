@@ -28,8 +28,8 @@ settings.load_profile("fixed")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for ``-n auto``: one more than cores, because tests of several processes often wait."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Return the number of workers for ``-n auto``: one for each core that tests may use; one more starts and collects for nothing."""
+    return len(os.sched_getaffinity(0))
 
 
 def pytest_collection_finish() -> None:
