@@ -28,7 +28,7 @@ settings.load_profile("fixed")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of workers for ``-n auto``: one for each core that tests may use; one more starts and collects for nothing."""
+    """Return the number of workers for ``-n auto``: one for each core; one more starts and collects for nothing."""
     return len(os.sched_getaffinity(0))
 
 
