@@ -130,7 +130,7 @@ def test_state_of_optimizers_resumes_bitwise(optimizer: Make, tmp_path: Path) ->
 
 
 def test_resuming_in_another_precision_casts_as_torch_does_and_says_so(tmp_path: Path) -> None:
-    """Regression: weights were cast without a word, and states kept their dtype, so that Adam failed in its next update."""
+    """Regression: weights were cast silently, but states kept their dtype, so the next update of Adam failed."""
     pipe = pipeline().double()
     update = torch.optim.Adam(pipe.parameters(), foreach=False)
     for p in pipe.parameters():

@@ -113,7 +113,7 @@ def split(
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
     stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
-    # Every name of the network should be that of a stage; a parameter beside the children would be trained by nobody.
+    # Every name of the network should be that of a stage, because no stage trains a parameter beside the children.
     if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,17 @@ with torch.inference_mode(False), torch.enable_grad():  # nwise may be imported 
 
 
 @contextmanager
-def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
+def _leaving(leaves: Sequence[Tensor], others: Sequence[Tensor], error: str) -> Iterator[None]:
+    """Raise ValueError with this message if the body adds to the gradients of leaves, or changes other tensors."""
+    before = [x.grad for x in leaves]
+    held = [*before, *others]
+    counters = versions(held)
+    yield
+    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(held) != counters:
+        raise ValueError(error)
+
+
+def without_backward(leaves: Sequence[Tensor], what: str) -> AbstractContextManager[None]:
     """Raise ValueError if the body calls `backward`, whose gradients would count with another weight than the step's.
 
     Args:
@@ -120,15 +130,12 @@ def without_backward(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
     ...
     ValueError: Stage 0 should leave gradients to `step`. Found a call of `backward` in its forward; ...
     """
-
-    before = [x.grad for x in leaves]
-    counters = versions(before)
-    yield
-    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(before) != counters:
-        raise ValueError(
-            f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
-            "`nwise.inject`, or to the loss that `loss_fn` returns."
-        )
+    return _leaving(
+        leaves,
+        (),
+        f"{what} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by `nwise.inject`, or "
+        "to the loss that `loss_fn` returns.",
+    )
 
 
 @contextmanager
@@ -155,25 +162,21 @@ def without_updates(parameters: Sequence[Tensor], copies: Sequence[Tensor], what
         )
 
 
-@contextmanager
-def without_side_gradients(leaves: Sequence[Tensor], what: str) -> Iterator[None]:
+def without_side_gradients(leaves: Sequence[Tensor], what: str) -> AbstractContextManager[None]:
     """Raise ValueError if the body, one of several walks through a graph, adds to gradients that it should leave.
 
     Args:
         leaves: parameters whose ``.grad``, and whose attributes such as ``main_grad``, the walk should leave.
         what: owner of the graph.
     """
-    before = [x.grad for x in leaves]
-    held = [*before, *(value for x in leaves for value in vars(x).values() if isinstance(value, Tensor))]
-    counters = versions(held)
-    yield
-    if any(x.grad is not old for x, old in zip(leaves, before, strict=True)) or versions(held) != counters:
-        raise ValueError(
-            f"{what} should return its gradients to autograd, because this strategy walks its graph more than once. Found a "
-            "backward that adds them itself, to `.grad` or to an attribute such as `main_grad`, as reversible blocks and fused "
-            "accumulation do; pass the parameters to the `torch.autograd.Function` and return their gradients, or use an order "
-            "and strategy with one pass, such as 'end-to-end' with 'gpipe'."
-        )
+    return _leaving(
+        leaves,
+        [value for x in leaves for value in vars(x).values() if isinstance(value, Tensor)],
+        f"{what} should return its gradients to autograd, because this strategy walks its graph more than once. Found a backward "
+        "that adds them itself, to `.grad` or to an attribute such as `main_grad`, as reversible blocks and fused accumulation "
+        "do; pass the parameters to the `torch.autograd.Function` and return their gradients, or use an order and strategy with "
+        "one pass, such as 'end-to-end' with 'gpipe'.",
+    )
 
 
 def surplus(

@@ -300,8 +300,7 @@ class Stage:
         again = tape.passes_left > 0
         inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
         # An I and a later W that start from one cotangent share the walk.
-        cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
-        assert cotangent is not None
+        cotangent = tape.flow.cotangent(message)
         keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
         tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
         weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
