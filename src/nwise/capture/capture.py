@@ -37,7 +37,7 @@ from nwise.checks import outside
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws, Part
-from nwise.runtime.executor import Memory
+from nwise.runtime.mail import Memory
 from nwise.runtime.step import Step
 from nwise.stage.rerun import random_states_kept
 from nwise.tensors import Tensors, each, names
@@ -173,7 +173,7 @@ class Capture:
                 for container in step.structure.containers:
                     stack.enter_context(random_states_kept(container))
                 _refuse_other_devices(step, surroundings)
-                memory = step.engine.memory(step.schedule, step.number, step.parts.inputs)
+                memory = step.engine.mail.memory(step.schedule, step.number, step.parts.inputs)
                 stack.enter_context(draws)
                 results = step.record(parts, draws, memory)
                 values = torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])

@@ -18,17 +18,15 @@ from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
-from nwise.runtime.executor import Executor, Memory, Tell
-from nwise.runtime.ledger import same
-from nwise.runtime.messages import Messages, forwards_alone, messages_of
+from nwise.runtime.executor import Executor
+from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
-from nwise.runtime.replicas import Replicas
 from nwise.runtime.snapshot import restored_on_error
 from nwise.runtime.written import Written
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage, learning
-from nwise.tensors import Tensors, each, with_names
+from nwise.tensors import Tensors, each
 
 __all__ = ["Engine"]
 
@@ -61,13 +59,9 @@ class Engine:
         self.recorder: Recorder | None = None
         self.sent, self.device = [0, 0], device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
-        group = processes.replicas_group()
-        self._replicas = {} if group is None else {stage.index: Replicas(group, stage) for stage in stages}
         self._wire = Wire(compression)
-        self._executor = Executor(processes, self._stages, self._replicas, self._wire, device)
-        self._mail, self._tapes = self._executor.mail, self._executor.tapes
-        forwards = forwards_alone(processes.placement)
-        self._forwards = forwards.graph.tasks, messages_of(forwards, processes.place, same)
+        self.executor = Executor(processes, self._stages, self._wire, device)
+        self.mail, self._tapes = self.executor.mail, self.executor.tapes
         self._schedule: Schedule | None = None
         self._due, self._written = DueGradients(), Written()
         self._next = 0
@@ -77,7 +71,7 @@ class Engine:
     @property
     def bytes_of_last_step(self) -> dict[str, list[int]]:
         """The bytes of activations and of gradients that the last step sent, and those that its mini-batch should send."""
-        return {"measured": self.sent, "predicted": self._executor.newest.num_bytes(self._stages, self._wire.specs)}
+        return {"measured": self.sent, "predicted": self.mail.predicted}
 
     def run(self, schedule: Schedule, step: int, batch: Batch, on_action: OnAction = None) -> None:
         """Run one call: the forwards of a mini-batch, and the passes that are due; fill every ``.grad`` of this rank.
@@ -95,31 +89,22 @@ class Engine:
         if schedule.oldest:
             # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
-        self._executor.add(schedule, step, batch)
-        with self._call(schedule, step, batch.inputs):
-            self._executor.execute(schedule, step, batch.draws, self._teller(step, on_action))
+        with self._call(schedule, step, self.executor.add(schedule, step, batch)):
+            self.executor.execute(schedule, step, batch.draws, self._teller(step, on_action))
         self._due.leave(step)
         if self._tapes or self._due:
             self._written.watch(self._mains())
         self._processes.progress.steps += 1
 
-    def memory(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> Memory:
-        """Return memory for a call to be recorded (`Executor.memory`)."""
-        return self._executor.memory(schedule, step, inputs)
-
-    def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
-        """Run only the computations of a call (`Executor.record`)."""
-        with torch.enable_grad():
-            self._executor.record(schedule, step, batch, memory)
-
     def replay(
         self, schedule: Schedule, step: int, inputs: Sequence[Tensors], memory: Memory, launch: Callable[[int], None]
     ) -> None:
-        """Run a recorded call (`Executor.replay`); only the shapes of `inputs`, those of the model, are used."""
+        """Run a recorded call, whose segments `launch` computes by index; only the shapes of the model's `inputs` count."""
         self._follow(schedule, step)
-        self._executor.add_recorded(schedule, step, inputs)
-        with self._call(schedule, step, inputs):
-            self._executor.replay(schedule, step, memory, launch)
+        self._tapes[step] = {}  # all passes are recorded
+        with self._call(schedule, step, self.mail.add(schedule, step, inputs)):
+            for i, _ in enumerate(self.mail.replayed(schedule, step, memory)):
+                launch(i)
         self._processes.progress.steps += 1
 
     def drain(self) -> bool:
@@ -159,9 +144,9 @@ class Engine:
                 p.grad = gradient
             self.recorder = recorder
         # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
-        self._executor.first = self._next = call
+        self.mail.first = self._next = call
         self.sent = sent
-        self._drop_messages()
+        self.mail.forget()
         return self._due.by_call()
 
     def restore(self, schedule: Schedule, step: int, calls: Sequence[Gradients]) -> bool:
@@ -169,7 +154,7 @@ class Engine:
         if len(calls) > schedule.oldest:
             return False
         self._schedule = schedule
-        self._executor.first = self._next = step
+        self.mail.first = self._next = step
         self._due.replace(step, calls)
         return True
 
@@ -189,7 +174,7 @@ class Engine:
         self._due.clear()
         self._schedule = None
         self._wire.errors.clear()
-        self._drop_messages()
+        self.mail.forget()
         return lost
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
@@ -201,28 +186,13 @@ class Engine:
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched("a forward"):
-            # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
-            (actions, messages), hidden = self._forwards, inputs
-            self._mail.start(messages, 0, (None,))
-            self._mail.spare([inputs], self._stages.values())
-            for receives, tasks, send in messages.segments[0]:
-                for arc in receives:
-                    self._processes.doing = Doing(step, arc.action, time.perf_counter())
-                    tensors, form = self._mail.take(arc)
-                    hidden = with_names(tensors, form.names)
-                for action in map(actions.__getitem__, tasks):
-                    self._processes.doing = Doing(step, action, time.perf_counter())
-                    hidden = call(action.stage, hidden)
-                if send is not None:
-                    parts = self._mail.apart(each(hidden, Tensor.detach), send.key.stage - 1)
-                    self._mail.send(send, hidden, parts)
-                    self._mail.post()
+            self.mail.infer(inputs, step, call, len(self._processes.placement))
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""
         with self._processes.watched(None):
             self.forget()
-            self._mail.start(Messages(), 0, ())
+            self.mail.close()
 
     def _look_for_writes(self) -> None:
         """Drop mini-batches that wait for their delay if something but an optimizer has written to the weights."""
@@ -232,11 +202,6 @@ class Engine:
     def _mains(self) -> list[Tensor]:
         return [p for stage in self._stages.values() for p in stage.learns]
 
-    def _drop_messages(self) -> None:
-        """Drop the messages that are on their way."""
-        self._executor.exchanged.clear()
-        self._mail.forget()
-
     def _call_without_batch(self) -> None:
         """Run a call that has only passes of earlier mini-batches."""
         assert self._schedule is not None, "mini-batches wait for their passes"
@@ -244,8 +209,8 @@ class Engine:
         dtype = self._autocast
         with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             call = self._next
-            with self._call(self._schedule, call, ()):
-                self._executor.execute(self._schedule, call, Draws(), self._teller(call, None))
+            with self._call(self._schedule, call, ""):
+                self.executor.execute(self._schedule, call, Draws(), self._teller(call, None))
 
     def _follow(self, schedule: Schedule, step: int) -> None:
         """Prepare a call; if it does not follow the one before, drop what waits for its delay."""
@@ -253,31 +218,26 @@ class Engine:
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
         self._look_for_writes()
         if self._schedule is None:
-            self._schedule, self._executor.first = schedule, step
+            self._schedule, self.mail.first = schedule, step
         if schedule.oldest:
             self._autocast = autocast_dtype(self.device)
 
     @contextmanager
-    def _call(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> Iterator[None]:
-        """Let the body run the list of one call; if it raises, drop all mini-batches."""
+    def _call(self, schedule: Schedule, step: int, batch: object) -> Iterator[None]:
+        """Let the body run the list of one call; if it raises, drop all mini-batches. `batch` is what the new one looks like."""
         self._next, errors = step + 1, dict(self._wire.errors)
         try:
-            batch = self._executor.newest.labels if inputs else ""
             with self._processes.watched(f"step {step}", batch), torch.enable_grad():
-                self._executor.start(schedule, step)
-                for replicas in self._replicas.values():
-                    replicas.start()
+                self.mail.start(schedule, step)
                 yield
-                for replicas in self._replicas.values():
-                    replicas.sum_statistics()
         except BaseException:
             self._tapes.clear()
             self._due.clear()
             self._next, self._wire.errors = step, errors
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
-            self._executor.drop(number)
-        self.sent = self._mail.sent
+            self.executor.drop(number)
+        self.sent = self.mail.sent
 
     def _teller(self, step: int, on_action: OnAction) -> Tell:
         """Return what tells the recorder and the user's function what this rank has done; None if there are none."""

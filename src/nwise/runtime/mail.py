@@ -1,97 +1,101 @@
-"""The mail of a rank: its channels to and from the other ranks of its replica."""
+"""The mail of a rank: what a call computes, segment after segment, and the messages that travel between two segments.
+
+One process has no messages, so a call is one segment. Several have a `nwise.runtime.post.Post`. A call runs in one of three
+ways. To the other ranks the first and the last are the same, so each rank chooses alone::
+
+    execute    receive, compute,                        send
+    record              compute, from memory to memory            computes and sends nothing (`nwise.capture`)
+    replay     receive, copy to memory, launch, copy,   send
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from nwise.dtensor import is_dtensor
-from nwise.runtime.channel import Receiver, Sender, start_all
-from nwise.runtime.ledger import NOTHING, Label, Window
-from nwise.runtime.messages import Arc, Messages
-from nwise.runtime.processes import Processes
-from nwise.runtime.shapes import Form, check_sendable
-from nwise.schedule.actions import SENDS
-from nwise.stage.stage import Stage
+from nwise.schedule.actions import Action
+from nwise.schedule.schedule import Schedule
+from nwise.stage.tape import Cotangents, Tape
 from nwise.tensors import Tensors
+
+if TYPE_CHECKING:
+    from nwise.runtime.replicas import Replicas
+
+Tell = Callable[[Action, float], None] | None  # called after each action with its start in seconds
+Tapes = Mapping[int, Mapping[int, Sequence[Tape]]]  # of each mini-batch and stage
+
+
+class Memory(NamedTuple):
+    """Where the messages of a recorded call are, by segment.
+
+    Args:
+        arriving: what it reads, by message.
+        leaving: what it writes; empty before the call is recorded.
+    """
+
+    arriving: list[list[Tensors]]
+    leaving: list[Tensors]
 
 
 class Mail:
-    """Sends and receives the messages of a rank; with one rank there are none.
+    """The mail of one process: no messages.
 
-    Args:
-        processes: the processes.
-        device: device of the messages.
+    Attributes:
+        replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
+        first: number of the first mini-batch of the present schedule.
     """
 
-    def __init__(self, processes: Processes, device: torch.device) -> None:
-        self._processes, self._device = processes, device
-        self._alone = processes.num_ranks == 1
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
-        self._spared: set[int] = set()
+    replicas: Mapping[int, Replicas] = MappingProxyType({})
+    first = 0
 
     @property
     def sent(self) -> list[int]:
         """The bytes that the present call has sent as activations and as gradients."""
-        return [sum(sender.num_bytes[kind] for sender in self._senders.values()) for kind in SENDS.values()]
+        return [0, 0]
 
-    def start(self, messages: Messages, call: int, window: Window) -> None:
-        """Begin a call on all channels.
+    @property
+    def predicted(self) -> list[int]:
+        """The bytes that the newest mini-batch should send."""
+        return [0, 0]
 
-        Args:
-            messages: the messages.
-            call: index of the call in its cycle.
-            window: labels of the mini-batches.
-        """
-        if self._alone:
-            return
-        if not self._senders:
-            self._senders, self._receivers = self._processes.channels(self._device)
-        incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
-        outgoing = [(sender, messages.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
-        start_all(outgoing, incoming, window, call)
+    def add(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> object:
+        """Add a mini-batch; return what it looks like, with a ``str`` that is the same on all ranks."""
+        return ""
 
-    def spare(self, inputs: Iterable[Tensors], stages: Iterable[Stage]) -> None:
-        """Let messages share no memory with the model's inputs and with parameters and buffers (`apart`)."""
-        # An optimizer changes parameters, and the caller may reuse a batch. A send returns before its message has left.
-        if not self._alone:
-            tensors = [x for microbatch in inputs for x in microbatch]
-            for stage in stages:
-                tensors += [*stage.module.parameters(), *stage.module.buffers()]
-            self._spared = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
+    def drop(self, step: int) -> None:
+        """Drop a mini-batch."""
 
-    def apart(self, tensors: Tensors, stage: int) -> Tensors:
-        """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
-        check_sendable(tensors, stage, self._device)
-        # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
-        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._spared for t in tensors]
-        return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
+    def start(self, schedule: Schedule, step: int) -> None:
+        """Begin a call."""
 
-    def send(self, arc: Arc, tensors: Sequence[Tensor], parts: Tensors) -> Form:
-        """Send a message (`Sender.send`)."""
-        return self._senders[arc.peer].send(arc.key, tensors, parts)
+    def segments(self, schedule: Schedule, step: int, tapes: Tapes, tell: Tell) -> Iterable[Sequence[int]]:
+        """Yield the numbers of the tasks in each segment of a call; receive before it, and send after it."""
+        # The list ends with an update of each stage, which the caller's optimizer makes.
+        return (schedule.lists[step % len(schedule.lists)][0][: -schedule.num_stages],)
 
-    def send_nothing(self, arc: Arc) -> None:
-        """Send a message of no mini-batch."""
-        self._senders[arc.peer].send_nothing()
+    def recorded(self, schedule: Schedule, step: int, tapes: Tapes, memory: Memory) -> Iterable[Sequence[int]]:
+        """Yield them without messages: take from memory what a segment would receive, and note what it would send."""
+        return self.segments(schedule, step, tapes, None)
 
-    def take(self, arc: Arc) -> tuple[Tensors, Form]:
-        """Wait for a message; return what has travelled, and its form."""
-        return self._receivers[arc.peer].take(arc.key)
+    def replayed(self, schedule: Schedule, step: int, memory: Memory) -> Iterable[Sequence[int]]:
+        """Yield those of a recorded call; receive into memory before each segment, and send from memory after it."""
+        return self.segments(schedule, step, {}, None)
 
-    def form(self, arc: Arc, label: Label) -> Form:
-        """Return the form of a message to this rank, of which there has been one for a micro-batch with this label."""
-        return self._receivers[arc.peer].form(arc.key, label)
+    def memory(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> Memory:
+        """Return memory for a call to be recorded, of a kind of which one has run; `inputs` are the model's, per micro-batch."""
+        return Memory([], [])
 
-    def post(self) -> None:
-        """Post the next receives; this rank's own sends have been issued, so no other rank is blocked on it."""
-        for receiver in self._receivers.values():
-            receiver.post()
+    def leave(self, action: Action, made: Tensors | Cotangents) -> None:
+        """Take a result that no stage of this process needs."""
+
+    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors], num_stages: int) -> None:
+        """Run only the forwards of all stages (`Engine.infer`)."""
+        for k in range(num_stages):
+            inputs = call(k, inputs)
 
     def forget(self) -> None:
         """Drop the messages that are on their way."""
-        for receiver in self._receivers.values():
-            receiver.forget()
+
+    def close(self) -> None:
+        """Wait until the other ranks have all messages."""

@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from nwise.runtime.absent import Progress
-from nwise.runtime.channel import Receiver, Sender
+from nwise.runtime.compression import Wire
 from nwise.runtime.launch import check_same, launched, time_limit
+from nwise.runtime.mail import Mail
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 from nwise.schedule.placement import Placement, make_placement
+from nwise.stage.stage import Stage
 from nwise.tensors import Tensors
 
 __all__ = ["Processes"]
@@ -207,16 +209,18 @@ class Processes:
         """Receive the tensors that another process sends, on the CPU."""
         raise AssertionError("one process has no other to receive from")
 
-    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
-        """Return the channels to and from other ranks, by place; all ranks make the first call together, to connect."""
-        return {}, {}
+    def mail(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mail:
+        """Return what carries messages between this process's stages and those of other processes.
+
+        Args:
+            stages: this process's stages, by index.
+            wire: the form in which messages travel.
+            device: device of the stages' tensors.
+        """
+        return Mail()
 
     def new_group(self) -> ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, None for one process; all ranks call it together."""
-        return None
-
-    def replicas_group(self) -> ProcessGroup | None:
-        """Return the group of the ranks that hold the same stages; None without replicas."""
         return None
 
     def begin(self, name: str, batch: object = "") -> None:
@@ -276,8 +280,8 @@ class Copied(Processes):
         super().__init__(len(facts["placement"]))
         vars(self).update(facts)
 
-    gather = post = posted = connect = sums = collect = send = receive = channels = cast(Any, _refuse)
-    new_group = replicas_group = begin = watched = telling = compare = set_beat = before_close = cast(Any, _refuse)
+    gather = post = posted = connect = sums = collect = send = receive = mail = cast(Any, _refuse)
+    new_group = begin = watched = telling = compare = set_beat = before_close = cast(Any, _refuse)
 
 
 def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:

@@ -11,7 +11,7 @@ import torch
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
-from nwise.runtime.executor import Memory
+from nwise.runtime.mail import Memory
 from nwise.runtime.snapshot import deferred_norms, restored_on_error
 from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
@@ -76,7 +76,7 @@ class Step:
         norms = deferred_norms(self.structure.stateful)
         for norm in norms:
             norm.discard()  # statistics of inference in training mode
-        self.engine.record(self.schedule, self.number, batch, memory)
+        self.engine.executor.record(self.schedule, self.number, batch, memory)
         for norm in norms:
             norm.commit()
         return batch.results(self.schedule.num_stages)

@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, cached_property
@@ -36,11 +36,16 @@ from nwise.randomness import derive
 from nwise.runtime.absent import Progress
 from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
+from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
+from nwise.runtime.mail import Mail
+from nwise.runtime.post import Channels, Post
 from nwise.runtime.processes import FACTS, Copied, Processes
+from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
+from nwise.stage.stage import Stage
 from nwise.tensors import Named, Tensors, names, with_names
 
 __all__ = ["World", "tell_all"]
@@ -113,7 +118,7 @@ class World(Processes):
         self._shared: dict[str, int] = {}
         self._groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {}
         self.watch = Watchdog(self.store, self.rank, self.size, self.here, limit, lambda: self.doing, calls=_calls)
-        self._channels: dict[tuple[torch.device, Placement], tuple[dict[int, Sender], dict[int, Receiver]]] = {}
+        self._channels: dict[tuple[torch.device, Placement], Channels] = {}
         self._on_close: list[Callable[[], None]] = []
         self.watch.start()
         _open.append(self)
@@ -138,10 +143,15 @@ class World(Processes):
             self._made.append(group)
         return group
 
-    def replicas_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group("dp") if self.num_replicas > 1 else None
+    def mail(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mail:
+        group = self.mesh.get_group("dp") if self.num_replicas > 1 else None
+        replicas = {} if group is None else {k: Replicas(group, stage) for k, stage in stages.items()}
+        return Post(self, stages, wire, device, replicas, self.channels)
 
-    def channels(self, device: torch.device) -> tuple[dict[int, Sender], dict[int, Receiver]]:
+    def channels(self, device: torch.device) -> Channels:
+        """Return the channels to and from other ranks, by place; all ranks make the first call together, to connect."""
+        if self.num_ranks == 1:
+            return {}, {}
         if (device, self.placement) in self._channels:
             return self._channels[device, self.placement]
         # One group for each direction, from lower to higher places and back: neither waits behind the other.
