@@ -60,6 +60,7 @@ class Post(Mail):
         self._exchanged: dict[int, Exchanged] = {}  # by mini-batch
         self._newest = Exchanged()
         self._made: Tensors | Cotangents | None = None  # what the present segment sends
+        self._recording = False
         self._spared: set[int] = set()
 
     @property
@@ -115,7 +116,7 @@ class Post(Mail):
             replicas.sum_statistics()
 
     def recorded(self, schedule: Schedule, step: int, tapes: Tapes, memory: Memory) -> Iterator[Sequence[int]]:
-        exchanged = self._exchanged[step]
+        self._recording, exchanged = True, self._exchanged[step]
         for (receives, tasks, send), arriving in zip(self._segments(schedule, step), memory.arriving, strict=True):
             for arc, tensors in zip(receives, arriving, strict=True):
                 exchanged.note(arc.key, Form.of(tensors))
@@ -150,10 +151,10 @@ class Post(Mail):
         return Memory([[*map(zeros, segment.receives)] for segment in self._segments(schedule, step)], [])
 
     def leave(self, action: Action, made: Tensors | Cotangents) -> None:
-        if action.kind is Kind.FORWARD and action.stage + 1 == len(self._processes.placement):
-            self._post()
-        else:
+        if action.kind is not Kind.FORWARD or action.stage + 1 < len(self._processes.placement):
             self._made = made
+        elif not self._recording:
+            self._post()
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors], num_stages: int) -> None:
         # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
@@ -197,7 +198,7 @@ class Post(Mail):
 
     def _start(self, messages: Messages, call: int, window: Window) -> None:
         """Begin a call, given by its index in the cycle, on all channels."""
-        self._made = None
+        self._made, self._recording = None, False
         if not self._senders:
             self._senders, self._receivers = self._connect(self._device)
         incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
