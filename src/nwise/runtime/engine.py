@@ -17,12 +17,11 @@ from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
-from nwise.runtime.due import DueGradients, Gradients, warn_of_loss
+from nwise.runtime.due import DueGradients, Gradients, Written, warn_of_loss
 from nwise.runtime.executor import Executor
 from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
-from nwise.runtime.snapshot import restored_on_error
-from nwise.runtime.written import Written
+from nwise.runtime.structure import restored_on_error
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage, learning

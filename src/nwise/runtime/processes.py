@@ -224,7 +224,7 @@ class Processes:
         return None
 
     def begin(self, name: str, batch: object = "") -> None:
-        """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.calls`)."""
+        """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.watch`)."""
 
     def watched(self, name: str | None, batch: object = "") -> AbstractContextManager[None]:
         """End all ranks if the body raises.

@@ -12,8 +12,7 @@ from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
 from nwise.runtime.mail import Memory
-from nwise.runtime.snapshot import deferred_norms, restored_on_error
-from nwise.runtime.structure import Structure
+from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
 from nwise.stage.hooks import Hooks, count_hooks

@@ -10,19 +10,23 @@ still there, in flat loops over what it keeps::
     modules                                   compiled as before?
 
 What changes otherwise, such as the attributes of a user's strategy, takes effect by `Pipeline.refresh`.
+
+A step changes gradients and statistics in place. If it raises, `restored_on_error` puts them back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from nwise._torch import compiled_calls
-from nwise.runtime.snapshot import STATEFUL
+from nwise._torch import Norm, compiled_calls
+from nwise.batchnorm import DeferredBatchNorm
 from nwise.tensors import asks
 
 
@@ -37,13 +41,13 @@ class Structure:
     Attributes:
         containers, modules: as given.
         learns: as given, each parameter once.
-        stateful: those that may have statistics of batches, which a failed step restores.
+        stateful: those modules whose values a forward may change.
     """
 
     def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
         self.containers, self.modules = list(containers), modules
         self.learns = list(dict.fromkeys(learns))  # a head may serve several stages
-        self.stateful = [module for module in modules if isinstance(module, STATEFUL)]
+        self.stateful = [module for module in modules if isinstance(module, Norm | torch.jit.ScriptModule)]
         self._places: list[Any] = [one._modules for one in (*self.containers, *modules)]
         self._places += [module._parameters for module in modules]
         self._lengths, self._held = list(map(len, self._places)), list(_held(self._places))
@@ -65,3 +69,44 @@ class Structure:
 def _held(places: Iterable[Any]) -> Iterator[object]:
     """Iterate over the values of dictionaries."""
     return chain.from_iterable(map(methodcaller("values"), places))
+
+
+def deferred_norms(modules: Iterable[nn.Module]) -> list[DeferredBatchNorm]:
+    """Return the batch norms whose statistics move at the end of a step."""
+    return [module for module in modules if isinstance(module, DeferredBatchNorm)]
+
+
+@contextmanager
+def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Run the body as a whole or not at all: move deferred statistics after it; restore gradients and statistics if it raises.
+
+    A gradient that is None costs nothing to keep, so a loop that sets gradients to None between steps pays only for the
+    statistics. Other buffers that a forward changes are not kept.
+
+    Args:
+        modules: the modules that the body runs whose values a forward may change (`Structure.stateful`).
+        parameters: parameters to whose gradients it adds.
+    """
+    # Autograd adds to a gradient in place, so the tensor and its values are both kept.
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    deferred = deferred_norms(modules)
+    for norm in deferred:
+        norm.discard()  # drops statistics of inference in training mode
+    # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
+    moving = [m for m in modules if m.training and (not isinstance(m, Norm) or m.track_running_stats)]
+    buffers = [(b, b.clone()) for module in moving for b in module._buffers.values() if b is not None]
+    try:
+        yield
+        for norm in deferred:
+            norm.commit()
+    except BaseException:
+        with torch.no_grad():
+            for parameter, gradient, values in gradients:
+                parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        for norm in deferred:
+            norm.discard()
+        raise

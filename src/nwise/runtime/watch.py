@@ -6,10 +6,19 @@ publishes signs of life and checks on the next rank and on its own main thread:
     rank 0                               store                rank 1
     main thread   first error ---------> error   -----------> `_listen` ends the process
     `_live`       sign of life --------> beat/0  -----------> `_live` checks the next rank (of two ranks: rank 0)
+
+All ranks make the same calls, in the same order. Every rank numbers its calls and publishes the last ones with its signs of life.
+Two ranks with different calls under one number would wait for each other until the time limit::
+
+    number    0             1              2
+    rank 0    step 0        step 1         `gather_weights`
+    rank 1    step 0        step 1         step 2            <- differs: the watch ends both, naming the lines of the script
+    rank 2    step 0                                         <- only behind
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -17,13 +26,14 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from nwise.process import end_stalled, exit_at_once
-from nwise.runtime.calls import Calls, Collective
 from nwise.runtime.channel import LostPeer
 from nwise.runtime.processes import Doing
 
@@ -32,10 +42,58 @@ __all__ = ["RankError", "Watchdog"]
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
+_KEPT = 1024  # calls that a rank remembers: more than it can be ahead of another
+_PUBLISHED = 16
+_LIBRARIES = ("nwise", "torch", "contextlib")
 
 
 class RankError(RuntimeError):
     """Training ended on all ranks; the message names the first error and its rank."""
+
+
+class Collective(NamedTuple):
+    """A call that all ranks make.
+
+    Args:
+        number: number of the call, over all pipelines of the process.
+        name: the call, such as ``"step 3"``.
+        settings: strategy and number of micro-batches, for error messages; default: none.
+        digest: number that is equal on two ranks if their settings and orders of work are; default: 0.
+        batch: what the mini-batch looks like; its ``str`` is equal on two ranks if it looks alike. Default: none.
+        place: function of nwise and line of the caller's script; default: unknown.
+    """
+
+    number: int
+    name: str
+    settings: str = ""
+    digest: int = 0
+    batch: object = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})" if self.place else self.name
+
+
+class Calls:
+    """The last calls of this rank; another thread may read them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: deque[Collective] = deque(maxlen=_KEPT)
+
+    def begin(self, name: str, settings: str = "", digest: int = 0, batch: object = "") -> None:
+        """Add a call."""
+        self._last.append(Collective(self.count, name, settings, digest, batch, _caller()))
+        self.count += 1
+
+    def published(self) -> list[Collective]:
+        """Return the last few calls."""
+        return [call._replace(batch=str(call.batch)) for call in list(self._last)[-_PUBLISHED:]]
+
+    def pairs(self, theirs: Iterable[Collective]) -> list[tuple[Collective, Collective]]:
+        """Return this rank's and another's calls of the same number, in order."""
+        mine = {call.number: call for call in list(self._last)}
+        return [(mine[call.number], call) for call in theirs if call.number in mine]
 
 
 class Watchdog:
@@ -262,3 +320,13 @@ def _last_beat(store: Any, rank: int) -> dict[str, Any]:
     key = f"beat/{rank}"
     beat: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return beat
+
+
+def _caller() -> str:
+    """Return the function of nwise that the script has called, and the line of the call."""
+    frame, function = inspect.currentframe(), ""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        if frame.f_globals["__name__"].startswith("nwise"):
+            function = frame.f_code.co_qualname.removesuffix(".__init__")
+        frame = frame.f_back
+    return "" if frame is None else f"`{function}` in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -34,7 +34,6 @@ from nwise.dtensor import is_dtensor
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.absent import Progress
-from nwise.runtime.calls import Calls
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
@@ -43,7 +42,7 @@ from nwise.runtime.post import Channels, Post
 from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import make_specs, spec_names
-from nwise.runtime.watch import RankError, Watchdog
+from nwise.runtime.watch import Calls, RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.stage.stage import Stage
 from nwise.tensors import Named, Tensors, names, with_names
