@@ -34,7 +34,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "nwise.stage.stage.run_unchanged": lambda function, inputs, who, *others: function(inputs, *others),
         "nwise.stage.stage.run_module": lambda module, inputs, what: as_tuple(module(*inputs), what),
     },
-    "what others see of this rank": {"nwise.runtime.executor.Doing": lambda *_: None},
+    "what others see of this rank": {"nwise.runtime.engine.Doing": lambda *_: None},
 }
 
 

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from nwise._torch import version
 from nwise.stage.hooks import add_to_grad
+from nwise.stage.stage import Stage
 from nwise.tensors import sample
 
 Gradients = Mapping[Tensor, Tensor]
@@ -95,9 +96,10 @@ def warn_of_loss(lost: int, because: str, stacklevel: int) -> None:
 
 
 class Written:
-    """Notices writes to parameters between two steps that belong to no update."""
+    """Notices writes to the parameters of stages, without their heads, between two steps that belong to no update."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
         self._seen: dict[Tensor, tuple[int, int, Tensor]] = {}  # version, memory and some values
         self._writes: Counter[Tensor] = Counter()  # since the last step, outside of optimizers
         self._changed = False  # whether they have changed values
@@ -106,9 +108,9 @@ class Written:
         self._updated = self._graded = False
         self._hooks: list[Any] = []
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Begin to watch these parameters, after a step."""
-        self._note(parameters)
+    def watch(self) -> None:
+        """Begin to watch, after a step."""
+        self._note(self._parameters())
         self._graded = any(p.grad is not None for p in self._seen)
         self._updated = self._changed = False
         self._writes.clear()
@@ -129,18 +131,15 @@ class Written:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def found(self, parameters: Sequence[Tensor], *, several: bool) -> str:
+    def found(self, *, several: bool) -> str:
         """Return what has happened if something has written to the parameters, or has put others into their place.
 
-        Args:
-            parameters: the parameters that were watched.
-            several: whether there are other processes, which cannot know of it.
-
         Raises:
-            ValueError: it has, and there are other processes.
+            ValueError: it has, and there are `several` processes, of which the others cannot know of it.
         """
         if not self._seen:
             return ""
+        parameters = self._parameters()
         # Replaced one by one, as by loading with assign=True.
         replaced = len(parameters) == len(self._seen) and any(p not in self._seen for p in parameters)
         self._count()
@@ -158,6 +157,9 @@ class Written:
                 "`pipe.forget_pending()` on all of them."
             )
         return _BECAUSE
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for stage in self._stages for p in stage.learns]
 
     def _before_update(self) -> None:
         # An optimizer may call others inside its step, and write between their steps.

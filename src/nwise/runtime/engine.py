@@ -1,30 +1,31 @@
-"""The engine: the calls of one rank, and the mini-batches that wait for their delay; an executor runs the list of each call.
+"""The engine: runs the calls of one rank, and keeps the mini-batches that wait for their delay.
 
 One process is one rank with all stages. A rank waits only for messages: it begins its next call as soon as its own list is done.
+The engine computes; its mail (`nwise.runtime.mail`) brings what a segment of its list needs from other ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, Written, warn_of_loss
-from nwise.runtime.executor import Executor
 from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.structure import restored_on_error
-from nwise.schedule.actions import Action
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage, learning
+from nwise.stage.tape import Tape
 from nwise.tensors import Tensors, each
 
 __all__ = ["Engine"]
@@ -32,6 +33,7 @@ __all__ = ["Engine"]
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 OnAction = Callable[[Action], None] | None
+_NOTHING_ELSE = nullcontext()  # made once: a step enters it for every task
 
 
 class Engine:
@@ -46,6 +48,7 @@ class Engine:
     Attributes:
         recorder: None, or a function called with the start and end of every action.
         sent: bytes that the last step sent as activations and as gradients.
+        mail: the messages from and to other ranks.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class Engine:
         self.sent, self.device = [0, 0], device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._wire = Wire(compression)
-        self.executor = Executor(processes, self._stages, self._wire, device)
-        self.mail, self._tapes = self.executor.mail, self.executor.tapes
+        self.mail = processes.mail(self._stages, self._wire, device)
+        # Of the mini-batches with passes to come, by number, stage and micro-batch.
+        self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
         self._schedule: Schedule | None = None
-        self._due, self._written = DueGradients(), Written()
+        self._due, self._written = DueGradients(), Written(stages)
         self._next = 0
         self._autocast: torch.dtype | None = None  # of the last step, under a delay
         processes.before_close(self.close)
@@ -88,12 +92,25 @@ class Engine:
         if schedule.oldest:
             # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
-        with self._call(schedule, step, self.executor.add(schedule, step, batch)):
-            self.executor.execute(schedule, step, batch.draws, self._teller(step, on_action))
+        with self._call(schedule, step, self._add(schedule, step, batch)):
+            tell = _teller(self._processes, step, self.recorder, on_action)
+            self._compute(schedule, step, batch.draws, tell, self.mail.segments(schedule, step, self._tapes, tell))
         self._due.leave(step)
         if self._tapes or self._due:
-            self._written.watch(self._mains())
+            self._written.watch()
         self._processes.progress.steps += 1
+
+    def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
+        """Run the computations of a call from memory to memory, without messages and updates."""
+        self._add(schedule, step, batch)
+        try:
+            with torch.enable_grad():
+                self._compute(
+                    schedule, step, batch.draws, None, self.mail.recorded(schedule, step, self._tapes, memory)
+                )
+        finally:
+            del self._tapes[step]
+            self.mail.drop(step)
 
     def replay(
         self, schedule: Schedule, step: int, inputs: Sequence[Tensors], memory: Memory, launch: Callable[[int], None]
@@ -118,7 +135,7 @@ class Engine:
         self._processes.begin("`drain`")
         with restored_on_error((), learning(self._stages.values())):
             if self._tapes:
-                self._call_without_batch()
+                self._call_without_batch(self.recorder)
             self._due.leave(call)
         self._next = call + 1
         return True
@@ -128,20 +145,18 @@ class Engine:
         if not self._tapes:
             return self._due.by_call()
         call, learns, sent = self._next, learning(self._stages.values()), self.sent
-        before, recorder = [p.grad for p in learns], self.recorder
-        self.recorder = None  # these passes belong to no step
+        before = [p.grad for p in learns]
         self._processes.begin("`pending_gradients`")
         try:
             while self._tapes:
                 for p in learns:
                     p.grad = None
                 number = self._next
-                self._call_without_batch()
+                self._call_without_batch()  # its passes belong to no step, so they are not recorded
                 self._due.put(number, learns)
         finally:
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
-            self.recorder = recorder
         # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
         self.mail.first = self._next = call
         self.sent = sent
@@ -193,23 +208,63 @@ class Engine:
             self.forget()
             self.mail.close()
 
+    def _add(self, schedule: Schedule, step: int, batch: Batch) -> object:
+        """Add a mini-batch; return what it looks like to the other ranks (`Mail.add`)."""
+        minibatch = step % len(schedule.flows)
+        tapes = self._tapes[step] = {k: stage.tapes(schedule, minibatch, batch) for k, stage in self._stages.items()}
+        if 0 in tapes:
+            for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
+                tape.inputs = inputs
+        return self.mail.add(schedule, step, batch.inputs)
+
+    def _compute(
+        self, schedule: Schedule, step: int, draws: Draws, tell: Tell, segments: Iterable[Sequence[int]]
+    ) -> None:
+        """Run the computations of some segments."""
+        # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
+        wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
+        compressed, completing = wire.compression is not None, schedule.completing if mail.replicas else ()
+        for i, segment in enumerate(segments):
+            if i:
+                draws.next_segment()
+            for task in segment:
+                action = tasks[task]
+                kind, k, m, q, _, age = action
+                begin = time.perf_counter()
+                if observed:
+                    self._processes.doing = Doing(step, action, begin)
+                tapes = self._tapes.get(step - age)
+                if tapes is None:
+                    continue
+                # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
+                with mail.replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
+                    made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)
+                # Without a name for what is compressed, which would keep the message beyond its last pass.
+                if kind is Kind.FORWARD and k + 1 in tapes:
+                    tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
+                elif q is not None and k - 1 in tapes:
+                    tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
+                elif kind is Kind.FORWARD or q is not None:
+                    mail.leave(action, made)
+                if tell is not None:
+                    tell(action, begin)
+
     def _look_for_writes(self) -> None:
         """Drop mini-batches that wait for their delay if something but an optimizer has written to the weights."""
-        if because := self._written.found(self._mains(), several=self._processes.size > 1):
+        if because := self._written.found(several=self._processes.size > 1):
             self.forget(because)
 
-    def _mains(self) -> list[Tensor]:
-        return [p for stage in self._stages.values() for p in stage.learns]
-
-    def _call_without_batch(self) -> None:
-        """Run a call that has only passes of earlier mini-batches."""
-        assert self._schedule is not None, "mini-batches wait for their passes"
+    def _call_without_batch(self, recorder: Recorder | None = None) -> None:
+        """Run a call that has only passes of earlier mini-batches; `recorder` is told of them."""
+        schedule = self._schedule
+        assert schedule is not None, "mini-batches wait for their passes"
         # The shapes of messages, and forwards that run again, depend on the modes of the last step.
         dtype = self._autocast
         with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             call = self._next
-            with self._call(self._schedule, call, ""):
-                self.executor.execute(self._schedule, call, Draws(), self._teller(call, None))
+            with self._call(schedule, call, ""):
+                tell = _teller(self._processes, call, recorder, None)
+                self._compute(schedule, call, Draws(), tell, self.mail.segments(schedule, call, self._tapes, tell))
 
     def _follow(self, schedule: Schedule, step: int) -> None:
         """Prepare a call; if it does not follow the one before, drop what waits for its delay."""
@@ -235,20 +290,21 @@ class Engine:
             self._next, self._wire.errors = step, errors
             raise
         for number in [n for n in self._tapes if n <= step - schedule.oldest]:
-            self.executor.drop(number)
+            del self._tapes[number]
+            self.mail.drop(number)
         self.sent = self.mail.sent
 
-    def _teller(self, step: int, on_action: OnAction) -> Tell:
-        """Return what tells the recorder and the user's function what this rank has done; None if there are none."""
-        recorder = self.recorder
-        if recorder is None and on_action is None:
-            return None
 
-        def tell(action: Action, begin: float) -> None:
-            if recorder is not None:
-                recorder(step, action, begin, time.perf_counter())
-            if on_action is not None:
-                self._processes.doing = Doing(step, action, time.perf_counter(), over=True)
-                on_action(action)
+def _teller(processes: Processes, step: int, recorder: Recorder | None, on_action: OnAction) -> Tell:
+    """Return what tells a recorder and the user's function what this rank has done; None if there are none."""
+    if recorder is None and on_action is None:
+        return None
 
-        return tell
+    def tell(action: Action, begin: float) -> None:
+        if recorder is not None:
+            recorder(step, action, begin, time.perf_counter())
+        if on_action is not None:
+            processes.doing = Doing(step, action, time.perf_counter(), over=True)
+            on_action(action)
+
+    return tell

@@ -226,22 +226,22 @@ class Processes:
     def begin(self, name: str, batch: object = "") -> None:
         """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.watch`)."""
 
-    def watched(self, name: str | None, batch: object = "") -> AbstractContextManager[None]:
-        """End all ranks if the body raises.
+    def watched(
+        self, name: str | None, batch: object = "", errors: type[Exception] = Exception
+    ) -> AbstractContextManager[None]:
+        """Raise the first error of another rank, if there has been one; end all ranks if the body raises.
 
         Args:
-            name: name of the call, which all ranks make; None for the closing of channels.
+            name: name of the call, if all ranks make one that is to be announced (`begin`), otherwise None.
             batch: what its mini-batch looks like, with a ``str`` that is the same on all ranks. Default: none.
+            errors: those that end all ranks; default: all.
         """
         return nullcontext()
 
+    @final
     def telling(self, name: str | None = None) -> AbstractContextManager[None]:
-        """Raise the first error of another rank, if there has been one; fail on all ranks if the body raises RuntimeError.
-
-        Args:
-            name: name of the call, if all ranks make one that is to be announced (`begin`); default: none.
-        """
-        return nullcontext()
+        """As `watched`, for a body that raises RuntimeError where another rank is the cause."""
+        return self.watched(name, errors=RuntimeError)
 
     def compare(self, name: str, facts: Any) -> None:
         """Check that all ranks train alike from the next call on; wait for none, and end all soon if they differ.
@@ -281,7 +281,7 @@ class Copied(Processes):
         vars(self).update(facts)
 
     gather = post = posted = connect = sums = collect = send = receive = mail = cast(Any, _refuse)
-    new_group = begin = watched = telling = compare = set_beat = before_close = cast(Any, _refuse)
+    new_group = begin = watched = compare = set_beat = before_close = cast(Any, _refuse)
 
 
 def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:

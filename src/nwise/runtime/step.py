@@ -75,7 +75,7 @@ class Step:
         norms = deferred_norms(self.structure.stateful)
         for norm in norms:
             norm.discard()  # statistics of inference in training mode
-        self.engine.executor.record(self.schedule, self.number, batch, memory)
+        self.engine.record(self.schedule, self.number, batch, memory)
         for norm in norms:
             norm.commit()
         return batch.results(self.schedule.num_stages)

@@ -266,7 +266,7 @@ class World(Processes):
         _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, look)
 
     @contextmanager
-    def watched(self, name: str | None, batch: object = "") -> Iterator[None]:
+    def watched(self, name: str | None, batch: object = "", errors: type[Exception] = Exception) -> Iterator[None]:
         if name is not None:
             self.begin(name, batch)
         self.watch.check()
@@ -278,20 +278,10 @@ class World(Processes):
         except (KeyboardInterrupt, SystemExit) as error:
             self.watch.failed(error)
             raise
-        except Exception as error:
+        except errors as error:
             raise self.watch.failed(error) from error
         finally:
             self.doing = None
-
-    @contextmanager
-    def telling(self, name: str | None = None) -> Iterator[None]:
-        if name is not None:
-            self.begin(name)
-        self.watch.check()
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.watch.failed(error) from error
 
     def compare(self, name: str, facts: Any) -> None:
         self._settings = name, derive(repr(facts))
