@@ -19,8 +19,8 @@ from launch import forked, results
 from nwise.microbatch import Parts
 from nwise.program.arguments import check_same_batch
 from nwise.runtime import launch as world
-from nwise.runtime.absent import Progress
 from nwise.runtime.launch import check_same
+from nwise.runtime.processes import Progress
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
 from test_contract import assert_same, gradients

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import nwise
 from launch import results
-from nwise.runtime.absent import Progress, watch_absent
+from nwise.runtime.absent import watch_absent
+from nwise.runtime.processes import Progress
 from ranks import habits
 
 

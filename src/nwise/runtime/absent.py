@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import versions
+from nwise.runtime.processes import Progress
 from nwise.tensors import sample
 
 _REMEDY = (
@@ -25,19 +26,6 @@ _REMEDY = (
     "`model.load_state_dict(nwise.checkpoint.weights.under(weights, 'model.'))` (for an average, average `pipe` instead of the "
     "network, and load the average into `pipe` before)"
 )
-
-
-class Progress:
-    """How many steps this process has made, for the copies of stages that stay behind; pickled, it counts no further.
-
-    Attributes:
-        steps: the number of steps.
-        warned: stages of which a network has been warned; every copy of the network has a list of its own.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.warned: list[str] = []
 
 
 class Absent:

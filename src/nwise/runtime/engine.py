@@ -7,6 +7,7 @@ The engine computes; its mail (`nwise.runtime.mail`) brings what a segment of it
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +19,7 @@ from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
-from nwise.runtime.due import DueGradients, Gradients, Written, warn_of_loss
+from nwise.runtime.due import DueGradients, Gradients, Written, copied
 from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.structure import restored_on_error
@@ -169,7 +170,8 @@ class Engine:
             return False
         self._schedule = schedule
         self.mail.first = self._next = step
-        self._due.replace(step, calls)
+        self._due.clear()
+        self._due.update(enumerate(copied(calls), step))
         return True
 
     def forget(self, because: str = "") -> int:
@@ -182,7 +184,12 @@ class Engine:
         if lost:  # the others would wait for messages of the lost mini-batches
             self._processes.begin("`forget_pending`")
         if lost and because:
-            warn_of_loss(lost, because, stacklevel=5)
+            warnings.warn(
+                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
+                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
+                "`pipe.forget_pending()`.",
+                stacklevel=5,
+            )
         self._written.stop()
         self._tapes.clear()
         self._due.clear()

@@ -8,7 +8,6 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from nwise.randomness import derive, seeded
-from nwise.runtime.absent import watch_absent
 from nwise.runtime.processes import Processes
 
 
@@ -46,6 +45,8 @@ def build_modules(
             rank = processes.stage_rank(k)
             modules.append(RemoteModule(f"{what} {k}", rank))
             if isinstance(item, nn.Module):
+                from nwise.runtime.absent import watch_absent  # which one process never needs
+
                 watch_absent(item, f"{what} {k}", rank, processes.progress)
         else:
             with seeded(derive(seed, what, k)):

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from nwise.runtime.absent import Progress
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import check_same, launched, time_limit
 from nwise.runtime.mail import Mail
@@ -62,6 +61,19 @@ class Doing(NamedTuple):
 
     def __str__(self) -> str:
         return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
+
+
+class Progress:
+    """How many steps this process has made, for the copies of stages that stay behind; pickled, it counts no further.
+
+    Attributes:
+        steps: the number of steps.
+        warned: stages of which a network has been warned; every copy of the network has a list of its own.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.warned: list[str] = []
 
 
 class Processes:

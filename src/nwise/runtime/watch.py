@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -79,21 +79,12 @@ class Calls:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last: deque[Collective] = deque(maxlen=_KEPT)
+        self.last: deque[Collective] = deque(maxlen=_KEPT)
 
     def begin(self, name: str, settings: str = "", digest: int = 0, batch: object = "") -> None:
         """Add a call."""
-        self._last.append(Collective(self.count, name, settings, digest, batch, _caller()))
+        self.last.append(Collective(self.count, name, settings, digest, batch, _caller()))
         self.count += 1
-
-    def published(self) -> list[Collective]:
-        """Return the last few calls."""
-        return [call._replace(batch=str(call.batch)) for call in list(self._last)[-_PUBLISHED:]]
-
-    def pairs(self, theirs: Iterable[Collective]) -> list[tuple[Collective, Collective]]:
-        """Return this rank's and another's calls of the same number, in order."""
-        mine = {call.number: call for call in list(self._last)}
-        return [(mine[call.number], call) for call in theirs if call.number in mine]
 
 
 class Watchdog:
@@ -252,8 +243,9 @@ class Watchdog:
 
     def _beat(self) -> None:
         doing = self._doing()  # read once: the main thread may change it meanwhile
+        calls = [call._replace(batch=str(call.batch)) for call in list(self._calls.last)[-_PUBLISHED:]]
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
-        beat |= {"waits": doing is not None and doing.waits, "calls": self._calls.published()}
+        beat |= {"waits": doing is not None and doing.waits, "calls": calls}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def _check_self(self) -> None:
@@ -291,7 +283,9 @@ class Watchdog:
     def _difference(self, other: int, beat: dict[str, Any]) -> str:
         """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
         # Only calls of one number are compared: a rank that is behind has not made the others yet.
-        for mine, theirs in self._calls.pairs(Collective(*call) for call in beat.get("calls", ())):
+        own = {call.number: call for call in list(self._calls.last)}
+        for theirs in (Collective(*call) for call in beat.get("calls", ())):
+            mine = own.get(theirs.number, theirs)
             if mine.name != theirs.name:
                 return (
                     f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} on rank "

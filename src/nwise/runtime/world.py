@@ -33,13 +33,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from nwise.dtensor import is_dtensor
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
-from nwise.runtime.absent import Progress
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
 from nwise.runtime.mail import Mail
 from nwise.runtime.post import Channels, Post
-from nwise.runtime.processes import FACTS, Copied, Processes
+from nwise.runtime.processes import FACTS, Copied, Processes, Progress
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import Calls, RankError, Watchdog
