@@ -228,6 +228,19 @@ def test_changes_are_recorded_again() -> None:
         assert replays(captured)
 
 
+def test_a_change_counts_though_its_step_was_refused() -> None:
+    """Regression: a hook refused the step after a change, and the next one replayed what was recorded before it."""
+    plain, captured = pipelines(lambda: layers(lambda: nn.Dropout(0.5)))
+    for pipe in (plain, captured):
+        train(pipe)
+        layer(pipe, 1, 2).p = 0.1
+    hook = layer(captured, 1).register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="should have no hooks"):
+        train(captured, steps=1)
+    hook.remove()
+    assert _equal(train(plain), train(captured))
+
+
 def test_strategies_take_turns() -> None:
     """A step that is recorded does not belong to the calls that the engine follows."""
     plain, captured = pipelines(layers)

@@ -94,19 +94,14 @@ class Capture:
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
         # The cheap questions first: a warm step compares attributes and addresses, and finds its recording by its key.
-        before = self._surroundings
-        same = before is not None and before.structure is step.structure and before.changed() is None
-        surroundings = before if before is not None and same else self._look(step)
+        surroundings = self._surroundings
+        if surroundings is None or surroundings.structure is not step.structure or surroundings.changed() is not None:
+            if surroundings is not None:
+                self._discard()
+            surroundings = self._look(step)
         hooked = step.hooks.find(step.structure.learns)
         if hooked or any(surroundings.hooks):
             refuse_hooks(surroundings.modules, hooked)
-        if before is not None and not same:
-            self._kinds.clear()
-            self._graphs, self._changes = None, self._changes + 1
-            if self._changes > _LIMIT:
-                self._stop(
-                    f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
-                )
         given = _tensors(step.parts)
         kind = None if self._failed else self._kind(_key(step, given))
         if kind is not None and kind.recording is None:
@@ -122,6 +117,13 @@ class Capture:
         # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
+
+    def _discard(self) -> None:
+        """Discard the recordings, which something has made stale."""
+        self._kinds.clear()
+        self._graphs, self._changes = None, self._changes + 1
+        if self._changes > _LIMIT:
+            self._stop(f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession")
 
     def _kind(self, key: Hashable) -> StepKind | None:
         """Return the kind of a step; None, with a warning the first time, if there are too many."""

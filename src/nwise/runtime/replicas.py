@@ -252,12 +252,8 @@ def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     named = [(name, _local(p.detach())) for name, p in _named(stage, lambda part: part.named_parameters()) if p.numel()]
     if not named:
         return
-    # One message for all: the sum of each parameter's bits. The largest of the sums and of their negatives, the smallest, agree
-    # only if all sums do.
-    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named])
-    both = torch.cat([sums, -sums])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    if bool((both[: len(named)] == -both[len(named) :]).all()):
+    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named]).tolist()
+    if all(other == sums for other in _gathered(group, sums)):
         return
     # Other bits alone are no harm: unlike devices may round an update differently.
     first = dist.get_process_group_ranks(group)[0]
