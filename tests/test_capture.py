@@ -356,6 +356,23 @@ def test_other_shapes_have_their_own_recordings() -> None:
     assert replays(captured) == 3
 
 
+class Longest(nn.Linear):
+    """Remembers the longest batch that it has seen."""
+
+    longest = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, len(x))
+        return super().forward(x) / self.longest
+
+
+def test_what_a_new_kind_of_step_changes_concerns_the_others() -> None:
+    """Regression: the first step with a longer batch changed an attribute, and shorter batches replayed the one before."""
+    pipes = pipelines(with_stage(Longest(4, 4)))
+    for size in (3, 5, 3):
+        same(pipes, size=size, steps=4)
+
+
 def test_too_many_shapes_run_eagerly() -> None:
     _, pipe = pipelines(layers)
 

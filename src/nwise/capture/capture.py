@@ -96,8 +96,6 @@ class Capture:
         # The cheap questions first: a warm step compares attributes and addresses, and finds its recording by its key.
         surroundings = self._surroundings
         if surroundings is None or surroundings.structure is not step.structure or surroundings.changed() is not None:
-            if surroundings is not None:
-                self._discard()
             surroundings = self._look(step)
         hooked = step.hooks.find(step.structure.learns)
         if hooked or any(surroundings.hooks):
@@ -108,7 +106,7 @@ class Capture:
             if kind.steps < _EAGER_STEPS:
                 return self._eagerly(step, kind)
             try:
-                kind.recording = self._record(step, kind)
+                kind.recording = self._record(step, kind, surroundings)
             except NotRecordableError as error:
                 self._stop(str(error))
         if kind is None or kind.recording is None:
@@ -117,13 +115,6 @@ class Capture:
         # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
         return _replay(step, kind.recording, [x for x in given if x is not None])
-
-    def _discard(self) -> None:
-        """Discard the recordings, which something has made stale."""
-        self._kinds.clear()
-        self._graphs, self._changes = None, self._changes + 1
-        if self._changes > _LIMIT:
-            self._stop(f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession")
 
     def _kind(self, key: Hashable) -> StepKind | None:
         """Return the kind of a step; None, with a warning the first time, if there are too many."""
@@ -148,12 +139,12 @@ class Capture:
         kind.steps, kind.drawing = kind.steps + 1, draws.drawing
         # A first step may add attributes, such as a cache; what changes again in the second one changes in every step.
         if self._surroundings is not None and (name := self._surroundings.changed()):
-            self._look(step)
+            self._look(step, but=kind)
             if kind.steps == _EAGER_STEPS:
                 self._stop(f"`{name}` changes in every step")
         return results
 
-    def _record(self, step: Step, kind: StepKind) -> Recording:
+    def _record(self, step: Step, kind: StepKind, surroundings: Surroundings) -> Recording:
         """Record a step; if it cannot be, everything is as before."""
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns
@@ -163,7 +154,6 @@ class Capture:
             for part in (step.parts.inputs, step.parts.targets)
         )
         parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
-        surroundings = self._look(step)
         draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
         for p in learns:
             p.grad = None
@@ -194,8 +184,20 @@ class Capture:
         read = [x for x in _tensors(parts) if x is not None]
         return Recording(draws.segments, read, memory, gradients, results, values)
 
-    def _look(self, step: Step) -> Surroundings:
-        """Take the present surroundings as those that the next steps are compared with."""
+    def _look(self, step: Step, but: StepKind | None = None) -> Surroundings:
+        """Take the present surroundings as those that the next steps are compared with.
+
+        Args:
+            step: the step.
+            but: a kind of steps that has begun in them; the other kinds, which have run in others, are forgotten. Default: none.
+        """
+        kept = {key: kind for key, kind in self._kinds.items() if kind is but}
+        if len(kept) < len(self._kinds):
+            self._kinds, self._graphs, self._changes = kept, None, self._changes + 1
+            if self._changes > _LIMIT:
+                self._stop(
+                    f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
+                )
         self._surroundings = Surroundings(step.structure, self._losses)
         return self._surroundings
 
