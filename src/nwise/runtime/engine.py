@@ -207,7 +207,7 @@ class Engine:
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched("a forward"):
-            self.mail.infer(inputs, step, call, len(self._processes.placement))
+            self.mail.infer(inputs, step, call)
 
     def close(self) -> None:
         """Wait until the other ranks have all messages; all ranks call it after the last step."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
+from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents, Tape
 from nwise.tensors import Tensors
 
@@ -41,6 +42,9 @@ class Memory(NamedTuple):
 class Mail:
     """The mail of one process: no messages.
 
+    Args:
+        stages: this rank's stages, by index.
+
     Attributes:
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
         first: number of the first mini-batch of the present schedule.
@@ -48,6 +52,9 @@ class Mail:
 
     replicas: Mapping[int, Replicas] = MappingProxyType({})
     first = 0
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._stages = stages
 
     @property
     def sent(self) -> list[int]:
@@ -89,9 +96,9 @@ class Mail:
     def leave(self, action: Action, made: Tensors | Cotangents) -> None:
         """Take a result that no stage of this process needs."""
 
-    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors], num_stages: int) -> None:
+    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run only the forwards of all stages (`Engine.infer`)."""
-        for k in range(num_stages):
+        for k in self._stages:
             inputs = call(k, inputs)
 
     def forget(self) -> None:

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from nwise.flow import Flow, StageFlow
 from nwise.runtime.ledger import Key, MessagePlan
 from nwise.runtime.shapes import Specs
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.graph import task_graph
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 
@@ -51,14 +49,20 @@ class Messages:
     incoming: Mapping[int, MessagePlan] = field(default_factory=dict)
 
 
-def forwards_alone(placement: Placement) -> Schedule:
-    """Return the schedule of one micro-batch's forwards, without heads, passes and updates."""
-    flow = Flow((StageFlow(head=False, own=False, messages=(), weights=None, fused=None),) * len(placement))
-    graph = task_graph(((flow,),), placement)
-    ranks = range(1 + max(placement))
-    return Schedule(
-        "forwards", graph, (tuple(tuple(k for k, r in enumerate(placement) if r == rank) for rank in ranks),)
-    )
+def forwards_alone(placement: Placement, rank: int) -> Messages:
+    """Return the messages of a rank in a call that runs only the forwards of one micro-batch."""
+
+    def plan(sender: int, receiver: int) -> MessagePlan:
+        pairs = enumerate(pairwise(placement), 1)
+        return MessagePlan((tuple((activation(k), 0) for k, pair in pairs if pair == (sender, receiver)),))
+
+    others = {*placement} - {rank}
+    return Messages(outgoing={r: plan(rank, r) for r in others}, incoming={r: plan(r, rank) for r in others})
+
+
+def activation(stage: int) -> Key:
+    """Return the name of the activation that a stage receives in such a call."""
+    return Action(Kind.RECEIVE_ACTIVATION, stage, 0)
 
 
 def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) -> Messages:

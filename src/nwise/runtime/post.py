@@ -13,9 +13,9 @@ from nwise.dtensor import is_dtensor
 from nwise.modes import autocast_dtype
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Wire
-from nwise.runtime.ledger import NOTHING, Exchanged, Window, make_labels, same
+from nwise.runtime.ledger import NOTHING, Exchanged, Window, make_labels
 from nwise.runtime.mail import Mail, Memory, Tapes, Tell
-from nwise.runtime.messages import Arc, Messages, Segment, forwards_alone, messages_of
+from nwise.runtime.messages import Arc, Messages, Segment, activation, forwards_alone, messages_of
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import Form, check_sendable, packed, unpacked
@@ -50,13 +50,13 @@ class Post(Mail):
         replicas: Mapping[int, Replicas],
         connect: Callable[[torch.device], Channels],
     ) -> None:
-        self._processes, self._stages, self._wire, self._device = processes, stages, wire, device
+        super().__init__(stages)
+        self._processes, self._wire, self._device = processes, wire, device
         self.replicas, self._connect = replicas, connect
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._messages: dict[str, Messages] = {}  # by digest of the schedule
-        forwards = forwards_alone(processes.placement)
-        self._forwards = forwards.graph.tasks, messages_of(forwards, processes.place, same)
+        self._forwards = forwards_alone(processes.placement, processes.place)
         self._exchanged: dict[int, Exchanged] = {}  # by mini-batch
         self._newest = Exchanged()
         self._made: Tensors | Cotangents | None = None  # what the present segment sends
@@ -156,22 +156,21 @@ class Post(Mail):
         elif not self._recording:
             self._post()
 
-    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors], num_stages: int) -> None:
+    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
-        (actions, messages), hidden = self._forwards, inputs
-        self._start(messages, 0, (None,))
+        self._start(self._forwards, 0, (None,))
         self._spare([inputs])
-        for receives, tasks, send in messages.segments[0]:
-            for arc in receives:
-                self._now(step, arc.action)
-                tensors, form = self._receivers[arc.peer].take(arc.key)
+        placement, hidden = self._processes.placement, inputs
+        for k in self._processes.here:
+            if k and k - 1 not in self._stages:
+                self._now(step, activation(k))
+                tensors, form = self._receivers[placement[k - 1]].take(activation(k))
                 hidden = with_names(tensors, form.names)
-            for action in map(actions.__getitem__, tasks):
-                self._now(step, action)
-                hidden = call(action.stage, hidden)
-            if send is not None:
-                parts = self._apart(each(hidden, Tensor.detach), send.action.stage)
-                self._senders[send.peer].send(send.key, hidden, parts)
+            self._now(step, Action(Kind.FORWARD, k, 0))
+            hidden = call(k, hidden)
+            if k + 1 < len(placement) and k + 1 not in self._stages:
+                parts = self._apart(each(hidden, Tensor.detach), k)
+                self._senders[placement[k + 1]].send(activation(k + 1), hidden, parts)
                 self._post()
 
     def forget(self) -> None:

@@ -229,7 +229,7 @@ class Processes:
             wire: the form in which messages travel.
             device: device of the stages' tensors.
         """
-        return Mail()
+        return Mail(stages)
 
     def new_group(self) -> ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, None for one process; all ranks call it together."""
