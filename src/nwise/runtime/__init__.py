@@ -1,4 +1,17 @@
-"""The runtime, which executes schedules in one process or several."""
+"""The runtime, which executes schedules in one process or several::
+
+    step, structure                     a step as a whole or not at all, and what it may change
+    engine, due                         the calls of a rank, and gradients that are due in later ones
+    mail                                the messages between two segments of a call: none in one process
+    processes, launch, modules          which stages are where
+    compression, shapes                 what travels
+
+Several processes also load::
+
+    world, watch, absent                the exchange between ranks, their errors, and copies of stages that stay behind
+    post, messages, channel, ledger     messages: a rank's, in a schedule, on their way, and what both ends know of them
+    replicas                            the sums of gradients
+"""
 
 from functools import partial
 

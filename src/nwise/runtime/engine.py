@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
@@ -94,8 +94,7 @@ class Engine:
             # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         with self._call(schedule, step, self._add(schedule, step, batch)):
-            tell = _teller(self._processes, step, self.recorder, on_action)
-            self._compute(schedule, step, batch.draws, tell, self.mail.segments(schedule, step, self._tapes, tell))
+            self._compute(schedule, step, batch.draws, _teller(self._processes, step, self.recorder, on_action))
         self._due.leave(step)
         if self._tapes or self._due:
             self._written.watch()
@@ -106,9 +105,7 @@ class Engine:
         self._add(schedule, step, batch)
         try:
             with torch.enable_grad():
-                self._compute(
-                    schedule, step, batch.draws, None, self.mail.recorded(schedule, step, self._tapes, memory)
-                )
+                self._compute(schedule, step, batch.draws, None, memory)
         finally:
             del self._tapes[step]
             self.mail.drop(step)
@@ -224,10 +221,10 @@ class Engine:
                 tape.inputs = inputs
         return self.mail.add(schedule, step, batch.inputs)
 
-    def _compute(
-        self, schedule: Schedule, step: int, draws: Draws, tell: Tell, segments: Iterable[Sequence[int]]
-    ) -> None:
-        """Run the computations of some segments."""
+    def _compute(self, schedule: Schedule, step: int, draws: Draws, tell: Tell, memory: Memory | None = None) -> None:
+        """Run the computations of a call, with its messages or from memory to memory."""
+        call = schedule, step, self._tapes
+        segments = self.mail.segments(*call, tell) if memory is None else self.mail.recorded(*call, memory)
         # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
         wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
         compressed, completing = wire.compression is not None, schedule.completing if mail.replicas else ()
@@ -270,8 +267,7 @@ class Engine:
         with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             call = self._next
             with self._call(schedule, call, ""):
-                tell = _teller(self._processes, call, recorder, None)
-                self._compute(schedule, call, Draws(), tell, self.mail.segments(schedule, call, self._tapes, tell))
+                self._compute(schedule, call, Draws(), _teller(self._processes, call, recorder, None))
 
     def _follow(self, schedule: Schedule, step: int) -> None:
         """Prepare a call; if it does not follow the one before, drop what waits for its delay."""
