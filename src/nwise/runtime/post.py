@@ -94,9 +94,7 @@ class Post(Mail):
             for arc in receives:
                 begin, known = time.perf_counter(), step - arc.action.age in tapes
                 if step - arc.travel >= self.first:  # otherwise it would have been sent before the first call
-                    tensors = self._take(arc, step)
-                    if known:
-                        self._deliver(arc, tensors, step, tapes)
+                    self._deliver(arc, self._take(arc, step), step, tapes)
                 if tell is not None and known:
                     tell(arc.action, begin)
             yield tasks
@@ -213,13 +211,16 @@ class Post(Mail):
         return with_names(self._wire.restore(parts, form.specs), form.names)
 
     def _deliver(self, arc: Arc, tensors: Tensors, step: int, tapes: Tapes) -> None:
-        """Put what has arrived on its tape."""
+        """Put what has arrived on its tape, if it is of a mini-batch."""
         kind, k, m, q, _, age = arc.action
-        tape = tapes[step - age][k][m]
+        if step - age not in tapes:
+            return
         if kind is Kind.RECEIVE_ACTIVATION:
-            tape.inputs = tensors
+            tapes[step - age][k][m].inputs = tensors
         else:
-            tape.messages[cast(int, q)] = unpacked(tensors, self._exchanged[step - age].forms[k + 1, m].specs)
+            tapes[step - age][k][m].messages[cast(int, q)] = unpacked(
+                tensors, self._exchanged[step - age].forms[k + 1, m].specs
+            )
 
     def _leaving(self, arc: Arc, step: int) -> _Message:
         """Return what the present segment sends."""
