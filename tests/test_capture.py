@@ -23,7 +23,7 @@ from nwise.capture import capture
 from nwise.flow import flows_for
 from nwise.program.arguments import capture_of
 from nwise.runtime.ledger import same as same_specs
-from nwise.runtime.messages import messages_of
+from nwise.runtime.post import messages_of
 from nwise.runtime.processes import Processes
 from nwise.schedule.named import choose
 from ranks import captured as ranks

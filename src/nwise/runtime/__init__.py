@@ -9,7 +9,7 @@
 Several processes also load::
 
     world, watch, absent                the exchange between ranks, their errors, and copies of stages that stay behind
-    post, messages, channel, ledger     messages: a rank's, in a schedule, on their way, and what both ends know of them
+    post, channel, ledger               messages: those of a rank, on their way, and what both ends know of them
     replicas                            the sums of gradients
 """
 
