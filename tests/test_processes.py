@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,22 @@ def test_a_world_has_every_exchange_and_a_copy_refuses_it() -> None:
     copied = Copied({"placement": (0, 1), "size": 2, "ranks": (0, 1)})
     with pytest.raises(RuntimeError, match="A copy of a pipeline under several processes should only be read"):
         copied.posted("factor")
+
+
+def test_one_process_loads_nothing_of_several() -> None:
+    """By the imports at the heads of files, from the pipeline on: a start of one process took the channels with it."""
+    found, left = set[str](), ["nwise.pipeline"]
+    while left:
+        spec = find_spec(name := left.pop())
+        if name in found or spec is None or spec.origin is None:
+            continue
+        found.add(name)
+        for node in ast.parse(Path(spec.origin).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
+                left.append(node.module or "")
+    assert "nwise.runtime.engine" in found
+    several = ("absent", "channel", "ledger", "post", "replicas", "watch", "world")
+    assert not found & {f"nwise.runtime.{name}" for name in several}
 
 
 def test_a_table_has_every_bit_and_the_mean_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
