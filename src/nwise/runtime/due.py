@@ -48,11 +48,9 @@ class DueGradients(dict[int, Gradients]):
 
     def put(self, call: int, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of parameters from ``.grad``, and add them to those that the call already leaves."""
-        moved = {p: p.grad for p in parameters if p.grad is not None}
-        for p, early in self.get(call, {}).items():
-            moved[p] = early if p not in moved else early + moved[p]
-        self[call] = moved
-        for p in moved:
+        self.leave(call)
+        self[call] = {p: p.grad for p in parameters if p.grad is not None}
+        for p in self[call]:
             p.grad = None
 
     def leave(self, call: int) -> None:
