@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import filterfalse
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -100,6 +101,59 @@ class _Search:  # not closures that call each other, which would keep what they 
                 self.visit(item, depth)
 
 
+States = Iterable[tuple[Callable[[Any], object], Any]]  # what restores a state, and the state
+
+
+def restore(states: States) -> None:
+    """Put states back."""
+    for put, state in states:
+        put(state)
+
+
+@contextmanager
+def kept(states: States) -> Iterator[None]:
+    """Put states back after the body."""
+    try:
+        yield
+    finally:
+        restore(states)
+
+
+def states_of(tensors: Iterable[Tensor]) -> States:
+    """Return the values of tensors."""
+    # By `data`, as autograd would take the write for one between a forward and its backward.
+    return [(x.data.copy_, x.detach().clone()) for x in tensors]
+
+
+def random_states(generators: Iterable[Any] = ()) -> States:
+    """Return the states of the global random generators, but for that of torch on the CPU, and of others."""
+    # While a step is captured, the GPU's random numbers come from generators of the graph.
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
+        *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
+    ]
+    for value in generators:
+        if isinstance(value, torch.Generator | np.random.RandomState):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        else:
+            states.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    return states
+
+
+def random_states_kept(module: nn.Module | None = None) -> AbstractContextManager[None]:
+    """Put back `random_states` after the body, and those of generators and buffers that a module holds in plain attributes."""
+    if module is None:
+        return kept(random_states())
+    found = held(module)
+    buffers = (buffer for part in found.modules for buffer in part.buffers(recurse=False))
+    return kept([*random_states(found.generators), *states_of(buffers)])
+
+
 Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
 
 
@@ -120,22 +174,10 @@ def values_in(*modules: nn.Module) -> Values:
 
 @contextmanager
 def with_values(values: Values) -> Iterator[None]:
-    """Run the body with these values in their holders, then restore the present ones."""
-    present = [(inside, _put(inside, then)) for inside, then in values]
-    try:
+    """Run the body with these values in their holders, then put the present ones back."""
+    with kept([(holder.update, {name: holder.get(name) for name in then}) for holder, then in values]):
+        restore((holder.update, then) for holder, then in values)
         yield
-    finally:
-        for inside, now in present:
-            _put(inside, now)
-
-
-def _put(inside: dict[str, Any], values: Mapping[str, object]) -> Mapping[str, object]:
-    """Put values into a holder; return those that it had."""
-    if all(map(is_, map(inside.get, values), values.values())):
-        return values
-    before = {name: inside.get(name) for name in values}
-    inside.update(values)
-    return before
 
 
 class State:
@@ -171,14 +213,9 @@ class State:
     def restored(self) -> Iterator[list[Tensor]]:
         """Let the body find this state again, with other copies of the tensors, which it gets; then restore the present one."""
         copies: dict[int, Any] = {}
-        present = [(holder, _content(holder)) for holder, _ in self._contents]
-        try:
-            for (holder, now), (_, then) in zip(present, self._contents, strict=True):
-                _fill(holder, now, _copied(then, copies))
+        with kept([(partial(_fill, holder), _content(holder)) for holder, _ in self._contents]):
+            restore((partial(_fill, holder), _copied(then, copies)) for holder, then in self._contents)
             yield [x for x in copies.values() if isinstance(x, Tensor)]
-        finally:
-            for holder, before in present:
-                _fill(holder, _content(holder), before)
 
 
 def _content(holder: Any) -> Any:
@@ -203,8 +240,9 @@ def _copied(content: Any, copies: dict[int, Any]) -> Any:
     return dict(zip(content, copied, strict=True)) if isinstance(content, dict) else copied
 
 
-def _fill(holder: Any, now: Any, content: Any) -> None:
+def _fill(holder: Any, content: Any) -> None:
     """Replace the present content of a holder by another one."""
+    now = _content(holder)
     same = len(now) == len(content) and all(map(is_, now, content))
     if same and (not isinstance(now, dict) or all(map(is_, now.values(), content.values()))):
         return

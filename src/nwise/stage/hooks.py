@@ -88,26 +88,23 @@ def hooks_of(node: Node) -> list[Any]:
 @contextmanager
 def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) -> Iterator[None]:
     before = [p.grad for p in parameters]
-    own = [gradient_hooks(p) for p in parameters]
-    hooks = [[first, *of_nodes.get(p, ()), last] for p, (first, last) in zip(parameters, own, strict=True)]
-    taken = [list(map(_taken, kinds)) for kinds in hooks]
+    early = [hooks for p in parameters for hooks in (gradient_hooks(p)[0], *of_nodes.get(p, ()))]
+    added: list[Tensor | None] = [None] * len(parameters)
     for p in parameters:
         p.grad = None
-    added: list[Tensor | None] = [None] * len(parameters)
     try:
-        yield
-        for kinds, resting in zip(hooks, taken, strict=True):
-            _put_back(kinds[:-1], resting[:-1])
-        due = {p: p.grad for p in parameters if p.grad is not None}
-        for p in due:
-            p.grad = None
-        if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
-            torch.autograd.backward(list(due), list(due.values()))
-        added = [p.grad for p in parameters]
+        with resting(after_adding(parameters)):
+            with resting(early):
+                yield
+            due = {p: p.grad for p in parameters if p.grad is not None}
+            for p in due:
+                p.grad = None
+            if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
+                torch.autograd.backward(list(due), list(due.values()))
+            added = [p.grad for p in parameters]
     finally:
-        for p, gradient, kinds, resting in zip(parameters, before, hooks, taken, strict=True):
+        for p, gradient in zip(parameters, before, strict=True):
             p.grad = gradient
-            _put_back(kinds, resting)
     for p, gradient in zip(parameters, added, strict=True):
         if gradient is not None:
             add_to_grad(p, gradient)
@@ -153,20 +150,22 @@ def _equal(before: Tensor | None, after: Tensor | None) -> bool:
     return torch.allclose(before.to_dense(), after.to_dense(), rtol=0, atol=0, equal_nan=True)
 
 
-@contextmanager
-def resting(tensors: Sequence[Tensor], others: Sequence[dict[int, Any]] = ()) -> Iterator[None]:
-    """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them.
+def after_adding(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    """Return the dictionaries of the hooks that run after an addition to a gradient, those of a sum over replicas among them."""
+    return [gradient_hooks(x)[1] for x in tensors]
 
-    Args:
-        tensors: the tensors that have the gradients.
-        others: dictionaries of other hooks that rest, too.
-    """
-    hooks = [*(gradient_hooks(x)[1] for x in tensors), *others]
-    taken = list(map(_taken, hooks))
+
+@contextmanager
+def resting(hooks: Sequence[dict[int, Any]]) -> Iterator[None]:
+    """Let the body run without the hooks in these dictionaries."""
+    taken = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
     try:
         yield
     finally:
-        _put_back(hooks, taken)
+        for one, back in zip(hooks, taken, strict=True):
+            one.update(back)
 
 
 @contextmanager
@@ -203,18 +202,3 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
     else:
         with torch.no_grad():
             old += gradient
-
-
-def _taken(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Empty a dictionary of hooks, and return what it had."""
-    taken = dict(hooks)
-    hooks.clear()
-    return taken
-
-
-def _put_back(hooks: Sequence[Any], taken: Sequence[dict[int, Any]]) -> None:
-    """Fill dictionaries of hooks again; a second call does nothing."""
-    for into, part in zip(hooks, taken, strict=True):
-        if part:
-            into.update(part)
-            part.clear()

@@ -45,12 +45,8 @@ class Versions(ABC):
     def computing(self, *, checked: bool) -> AbstractContextManager[object]:
         """Let the body run the module's forward; `checked` says whether to check what this does."""
 
-    @abstractmethod
-    def passing(self) -> AbstractContextManager[object]:
-        """Let the body run a pass."""
-
-    def values(self) -> AbstractContextManager[object]:
-        """Let the body run with the modules in the modes of the forward, and with their other values."""
+    def passing(self) -> AbstractContextManager[None]:
+        """Let the body run a pass, with the modules in the modes of the forward, and with their other values."""
         return with_values(self._values)
 
     @contextmanager
@@ -116,7 +112,7 @@ class Stashed(Versions):
     def passing(self) -> Iterator[None]:
         # A part that runs again must find the old versions, too.
         reruns = nullcontext() if self._state is None else _finding(self._state)
-        with holding(self._module, self._parameters, self._name), reruns:
+        with super().passing(), holding(self._module, self._parameters, self._name), reruns:
             yield
 
 
@@ -144,9 +140,6 @@ class InMemory(Versions):
             raise self._refused(
                 "no hooks on saved tensors inside", f"`{type(inner[0]).__name__}`, as of `torch.utils.checkpoint`"
             )
-
-    def passing(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def _refused(self, wanted: str, found: str) -> ValueError:
         return ValueError(
