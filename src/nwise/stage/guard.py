@@ -24,26 +24,21 @@ backward keeps in buffers is restored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import has_custom, has_foreign, versions
 from nwise.held import kept, states_of, tensors_in, values_in, with_values
 from nwise.looks import is_due
-from nwise.stage.graph import (
-    add_gradients,
-    check_leaves,
-    nodes_of,
-    surplus,
-    without_backward,
-    without_side_gradients,
-)
+from nwise.randomness import seeded
+from nwise.stage.graph import add_gradients, check_leaves, leaving, nodes_of
 from nwise.stage.hooks import after_adding, noted, resting, watched
-from nwise.tensors import asks
+from nwise.tensors import agree, asks
 
 
 class Guard:
@@ -117,8 +112,13 @@ class Graph:
             embedding.
         """
         hooked, asked = list[Tensor](), list[Tensor]()
-        watched = noted("register_hook", hooked.append), noted("requires_grad_", asked.append)
-        with without_backward(leaves, self._guard.owner), watched[0], watched[1]:
+        without_backward = leaving(
+            leaves,
+            (),
+            f"{self._guard.owner} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
+            "`nwise.inject`, or to the loss that `loss_fn` returns.",
+        )
+        with without_backward, noted("register_hook", hooked.append), noted("requires_grad_", asked.append):
             yield hooked, asked
 
     def look(
@@ -153,6 +153,30 @@ class Graph:
         self.hooked = bool(self._hooks or self.moved)
         if self.suspect or self.hooked:
             guard.writes = True
+
+    @contextmanager
+    def without_updates(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Iterator[None]:
+        """Raise ValueError if the body, a walk, changes what it should leave.
+
+        Args:
+            parameters: parameters; the next micro-batch would find other ones.
+            copies: buffers and tensors that a second forward had instead of the module's own, which would not change.
+        """
+        updates = leaving(
+            (),
+            parameters,
+            f"{self._guard.owner} should leave updates to the time after `step`. Found parameters that its backward changes; "
+            "update by an optimizer, or in `register_post_accumulate_grad_hook`, which runs once a step.",
+        )
+        states = leaving(
+            (),
+            copies,
+            f"{self._guard.owner} should keep no state in its backward with `recompute`, whose second forward has copies of the "
+            "buffers and tensors. Found a buffer or tensor that its backward changes, as the scaling of float8 does; set "
+            "`recompute=False`.",
+        )
+        with updates, states:
+            yield
 
     def prepare(self) -> None:
         """Decide how the next walk is made, if any graph of the guard may add something."""
@@ -196,16 +220,27 @@ class Graph:
             states = tensors_in(*guard.owners)
             before = versions(states)
             others = [] if alone else [x for x in leaves if x not in now]
-            with without_side_gradients(others, guard.owner):
+            with self._without_side_gradients(others):
                 add_gradients(roots, [seed.clone() for seed in seeds], wanted, retain_graph=True)
             if retain_graph:
                 self._refuse_removals()
             moved = [x for x, old, new in zip(states, before, versions(states), strict=True) if old != new]
-            extra = self._extra(roots, seeds, leaves, moved, again=retain_graph)
+            extra = self._surplus(roots, seeds, moved, again=retain_graph)
         for tensor, added in zip(leaves, extra, strict=True):
             if added is not None and tensor in now and tensor.grad is not None:
                 tensor.grad.sub_(added * (1 - self.share))
         guard.adds = bool(guard.adds) or any(added is not None for added in extra)
+
+    def _without_side_gradients(self, others: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Raise ValueError if the body, one of several walks, adds to other gradients, or to attributes such as ``main_grad``."""
+        return leaving(
+            others,
+            [value for x in others for value in vars(x).values() if isinstance(value, Tensor)],
+            f"{self._guard.owner} should return its gradients to autograd, because this strategy walks its graph more than once. "
+            "Found a backward that adds them itself, to `.grad` or to an attribute such as `main_grad`, as reversible blocks and "
+            "fused accumulation do; pass the parameters to the `torch.autograd.Function` and return their gradients, or use an "
+            "order and strategy with one pass, such as 'end-to-end' with 'gpipe'.",
+        )
 
     def _refuse_removals(self) -> None:
         """Raise ValueError if the graph, which is to be walked, has fewer hooks than after its forward."""
@@ -223,7 +258,7 @@ class Graph:
         if not leaves or self.share == 1 or not self.moved:
             return
         with resting(after_adding(leaves)):
-            extra = self._extra(roots, seeds, leaves)
+            extra = self._surplus(roots, seeds)
         if any(added is not None for added in extra):
             raise ValueError(
                 f"{self._guard.owner} should have no hooks of hidden tensors that add to a gradient, because they would add once "
@@ -231,21 +266,67 @@ class Graph:
                 "`Parameter.register_hook`, or use one micro-batch and the strategy 'end-to-end'."
             )
 
-    def _extra(
-        self,
-        roots: Sequence[Tensor],
-        seeds: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        states: Sequence[Tensor] = (),
-        *,
-        again: bool = False,
+    def _surplus(
+        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], states: Sequence[Tensor] = (), *, again: bool = False
     ) -> list[Tensor | None]:
-        """Return what `surplus` finds, without the hooks that only look on, and put the states of a backward back."""
-        owners, share = self._guard.owners, (partial(setattr, self, "share"), self.share)
+        """Return for each leaf the gradient that the graph adds even if every cotangent is zero, None where it adds nothing.
+
+        A `torch.autograd.Function` that injects the gradient of an auxiliary loss adds one, and so may the hook of a hidden
+        tensor. The graph stays.
+
+        Args:
+            roots, seeds: as for `walk`, which comes before.
+            states: what the walk has changed beside gradients, and the present ones should not.
+            again: whether another walk will follow.
+
+        Raises:
+            ValueError: another walk fails, or would give other gradients.
+        """
+        leaves, owner, owners = self.leaves, self._guard.owner, self._guard.owners
+        # A function may return a part of a workspace, which its next call writes over.
+        before = [x.grad if x.grad is None or isinstance(x, nn.Parameter) else x.grad.clone() for x in leaves]
+
+        def walk(seeds: Sequence[Tensor]) -> list[Tensor | None]:
+            # Not `torch.autograd.grad`, in which hooks on several leaves, as of `FlopCounterMode`, fail.
+            for x in leaves:
+                x.grad = None
+            try:
+                # A user's function may divide by the norm of a cotangent, and may draw random numbers, such as for rounding.
+                with torch.autograd.set_detect_anomaly(False), seeded(0, seeds[0].device):
+                    add_gradients(roots, [seed.clone() for seed in seeds], leaves, retain_graph=True)
+                return [x.grad for x in leaves]
+            except Exception as error:
+                raise ValueError(
+                    f"{owner} should have a backward that can run more than once, because nwise runs it with zeros to see "
+                    f"whether it adds a gradient. Found that it cannot ({type(error).__name__}: {error}); let the backward of "
+                    "its `torch.autograd.Function` leave what its forward kept as it is, or use one micro-batch and the "
+                    "strategy 'end-to-end'."
+                ) from error
+            finally:
+                for x, gradient in zip(leaves, before, strict=True):
+                    x.grad = gradient
+
+        # Hooks that only look on rest, and `nwise.inject` has counted already.
+        share = partial(setattr, self, "share"), self.share
         with (
             resting(() if self.moved else self._hooks),
             with_values(values_in(*owners)),
             kept([*states_of(states), share]),
         ):
-            self.share = 0.0  # `nwise.inject` has counted already
-            return surplus(roots, seeds, leaves, self._guard.owner, again=again)
+            self.share = 0.0
+            for first, second in zip(walk(seeds), walk(seeds), strict=True) if again else ():
+                if not agree(first, second, 1e-5, 1e-8):
+                    raise ValueError(
+                        f"{owner} should give the same gradients each time its graph is walked, because this strategy walks it "
+                        "more than once. Found other ones the second time; let the backward of its `torch.autograd.Function` "
+                        "leave the tensors that it saved as they are and keep no state, or use an order and strategy with one "
+                        "pass, such as 'end-to-end'."
+                    )
+            added = walk([torch.zeros_like(seed) for seed in seeds])
+        return [g if g is not None and _counts(g) else None for g in added]
+
+
+def _counts(gradient: Tensor) -> bool:
+    """Return whether a gradient is finite and not zero."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.isfinite().all() and values.any())

@@ -21,8 +21,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import gradient_hooks, with_hooks
-from nwise.dtensor import is_dtensor
 from nwise.looks import is_due
+from nwise.tensors import agree
 
 _NOTHING_ELSE = nullcontext()
 
@@ -135,19 +135,9 @@ def _telling(hook: Callable[..., Any], moved: list[object], gradients: Any, *oth
     before = [g if g is None else g.clone() for g in given]
     result = hook(gradients, *others)
     after = given if result is None else (result,) if single else result
-    if not all(map(_equal, before, after)):
+    if not all(map(agree, before, after)):
         moved.append(hook)
     return result
-
-
-def _equal(before: Tensor | None, after: Tensor | None) -> bool:
-    if before is None or after is None:
-        return before is after
-    if before.dtype != after.dtype or before.shape != after.shape or before.is_nested:
-        return False
-    if is_dtensor(before) and is_dtensor(after):
-        before, after = before.to_local(), after.to_local()
-    return torch.allclose(before.to_dense(), after.to_dense(), rtol=0, atol=0, equal_nan=True)
 
 
 def after_adding(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:

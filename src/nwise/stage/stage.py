@@ -33,7 +33,7 @@ from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage.graph import add_gradients, without_updates
+from nwise.stage.graph import add_gradients
 from nwise.stage.guard import Graph, Guard
 from nwise.stage.kept import keep
 from nwise.stage.rerun import FirstRun
@@ -90,7 +90,6 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
-        self._always = always
         self._guard = Guard(f"Stage {index}", always)
         self._head_guard = Guard(f"The head or loss of stage {index}", always)
         self._late: type[Versions] | None = None  # the kind of versions in the last step
@@ -107,12 +106,10 @@ class Stage:
         self.module, self.head = module, head
         self._guard.owners = [module]
         self._head_guard.owners = [one for one in (head, self.loss_fn) if isinstance(one, nn.Module)]
-        before = len(self.learns)
-        main, self.learns = _walk(module)
-        side, self.head_learns = _walk(head)
+        before, self.learns, self.head_learns = len(self.learns), _trainable(module), _trainable(head)
         if changed or len(self.learns) != before:
             self._guard.graphs = self._head_guard.graphs = 0
-        return main + side
+        return [*module.modules(), *(() if head is None else head.modules())]
 
     def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> list[Tape]:
         """Return an empty tape for every micro-batch of a mini-batch.
@@ -183,7 +180,7 @@ class Stage:
         detached = each(outputs, torch.Tensor.detach)
         if tape.first is not None:
             self._reruns += 1
-            if self._always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
+            if self._guard.always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
                 tape.first.keep(detached)
         return detached
 
@@ -284,7 +281,7 @@ class Stage:
         again, versions = tape.passes_left > 0, tape.versions
         checks: AbstractContextManager[None] = _NOTHING_ELSE
         if graph.checked:
-            checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
+            checks = graph.without_updates(self.learns, () if tape.first is None else tape.first.lent)
         PRESENT.microbatch = graph
         with _NOTHING_ELSE if versions is None else versions.passing(), checks:
             self._walk_back(tape, graph, kind, message, again)
@@ -312,7 +309,7 @@ class Stage:
                 roots = list(filter(asks, tape.outputs))
                 graph.refuse_hooks(roots, roots)
             return
-        unsure = guard.writes is None or self._always
+        unsure = guard.writes is None or guard.always
         outputs, seeds = tape.start(cotangent, apart=guard.writes or unsure)
         if not outputs:
             return
@@ -361,23 +358,8 @@ def learning(stages: Iterable[Stage]) -> list[Tensor]:
     return [p for stage in stages for p in stage.learns + stage.head_learns]
 
 
-def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
-    """Return a module and all modules inside it, in the order of `nn.Module.modules`, and their trainable parameters."""
-    # One plain loop: torch's two generators take four times as long.
-    modules: dict[nn.Module, None] = {}
-    trainable: dict[Tensor, None] = {}
-    stack = [] if root is None else [root]
-    while stack:
-        module = stack.pop()
-        if module in modules:
-            continue
-        modules[module] = None
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                trainable[parameter] = None
-        if module._modules:
-            stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(modules), list(trainable)
+def _trainable(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else list(filter(asks, module.parameters()))
 
 
 def _clones(gradients: Cotangents) -> Cotangents:

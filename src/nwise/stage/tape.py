@@ -14,7 +14,7 @@ from nwise.stage.guard import Graph
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
 from nwise.stage.versions import Versions
-from nwise.tensors import Tensors
+from nwise.tensors import Tensors, agree
 
 __all__ = ["Cotangents", "Tape"]
 
@@ -88,8 +88,7 @@ class Tape:
     def differs(self, cotangent: Cotangent, seeds: Sequence[Tensor]) -> bool:
         """Return whether a walk has written over the gradients that it started from, which `start` returned."""
         _, before = self.start(cotangent, apart=False)
-        pairs = zip(before, seeds, strict=True)
-        return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
+        return not all(map(agree, before, seeds))
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""
