@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,15 +27,9 @@ from nwise.tensors import agree
 _NOTHING_ELSE = nullcontext()
 
 
-class _Own:
-    """How many hooks `hooks_of` has put on and removed: if they counted, two pipelines would make each other look in turn."""
-
-    count = 0
-
-
 def count_hooks() -> int:
     """Return how many hooks torch has counted in this process, without those of `hooks_of`."""
-    return RemovableHandle.next_id - _Own.count
+    return RemovableHandle.next_id - Hooks.own
 
 
 class Hooks:
@@ -45,8 +39,11 @@ class Hooks:
     between two steps.
 
     Attributes:
+        own: how many hooks `hooks_of` has put on: if they counted, two pipelines would make each other look in turn.
         registered: `count_hooks` at the end of the last step or look.
     """
+
+    own: ClassVar = 0
 
     def __init__(self) -> None:
         self.registered = self._calls = 0
@@ -81,7 +78,7 @@ def hooks_of(node: Node) -> list[Any]:
     found = [handle.hooks_dict_ref() for handle in handles]
     for handle in handles:
         handle.remove()
-    _Own.count += len(handles)
+    Hooks.own += len(handles)
     return found
 
 

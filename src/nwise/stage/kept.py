@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -63,12 +63,8 @@ class Kept:
         for part in self.parts:
             present = [(GradientEdge(part.node, i), g) for i, g in enumerate(part.gradients) if g is not None]
             # A tensor's hooks run again, but what they return must not count twice.
-            handle = part.node.register_prehook(partial(_instead, part.gradients)) if part.arrived else None
-            try:
+            with part.node.register_prehook(partial(_instead, part.gradients)) if part.arrived else nullcontext():
                 walk([edge for edge, _ in present], [g.clone() if part.apart else g for _, g in present], part.learns)
-            finally:
-                if handle is not None:
-                    handle.remove()
 
     @property
     def num_bytes(self) -> int:
