@@ -112,13 +112,21 @@ class Graph:
             embedding.
         """
         hooked, asked = list[Tensor](), list[Tensor]()
+
+        def hook(x: Tensor, hook: object) -> None:
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):  # those of `FlopCounterMode` look on
+                hooked.append(x)
+
+        def ask(x: Tensor, *_: bool, **named: bool) -> None:
+            asked.append(x)
+
         without_backward = leaving(
             leaves,
             (),
             f"{self._guard.owner} should leave gradients to `step`. Found a call of `backward` in its forward; add the loss by "
             "`nwise.inject`, or to the loss that `loss_fn` returns.",
         )
-        with without_backward, noted("register_hook", hooked.append), noted("requires_grad_", asked.append):
+        with without_backward, noted("register_hook", hook), noted("requires_grad_", ask):
             yield hooked, asked
 
     def look(

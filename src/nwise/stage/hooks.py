@@ -156,21 +156,19 @@ def resting(hooks: Sequence[dict[int, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def noted(method: str, found: Callable[[Any], object], kind: type = Tensor) -> Iterator[None]:
-    """Let a function see the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell.
+def noted(method: str, found: Callable[..., object], kind: type = Tensor) -> Iterator[None]:
+    """Let a function see every call of a method in the body, such as `register_hook`, as a graph does not tell.
 
     Args:
         method: name of the method.
-        found: the function, called before the method.
+        found: the function, called with the same arguments before the method.
         kind: class of the method; default: tensors.
     """
     original = getattr(kind, method)
 
-    def note(self: Any, *args: Any, **named: Any) -> Any:
-        # Torch's own hooks, as of `FlopCounterMode`, look on.
-        if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
-            found(self)
-        return original(self, *args, **named)
+    def note(*args: Any, **named: Any) -> Any:
+        found(*args, **named)
+        return original(*args, **named)
 
     setattr(kind, method, note)
     try:

@@ -213,23 +213,17 @@ class _Saved(NamedTuple):
 @contextmanager
 def _finding(state: State) -> Iterator[None]:
     """Let a module's parts that run again in the body, under hooks on saved tensors, find a state; hooks of gradients do not."""
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     inside: list[AbstractContextManager[object]] = []
 
-    def entered(hooks: saved_tensors_hooks) -> None:
+    def entered(_: saved_tensors_hooks) -> None:
         inside.append(nullcontext() if inside else state.restored())
         inside[-1].__enter__()
-        enter(hooks)
 
-    def left(hooks: saved_tensors_hooks, *error: object) -> None:
-        leave(hooks, *error)
+    def left(*_: object) -> None:
         inside.pop().__exit__(None, None, None)
 
-    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = entered, left  # type: ignore[method-assign]
-    try:
+    with noted("__enter__", entered, saved_tensors_hooks), noted("__exit__", left, saved_tensors_hooks):
         yield
-    finally:
-        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _by_memory(used: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
