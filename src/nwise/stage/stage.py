@@ -92,7 +92,7 @@ class Stage:
         self.head_learns: list[Tensor] = []
         self._guard = Guard(f"Stage {index}", always)
         self._head_guard = Guard(f"The head or loss of stage {index}", always)
-        self._late: type[Versions] | None = None  # the kind of versions in the last step
+        self._kind: type = type(None)  # of the last forward's parameters
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
         self._reruns = 0  # forwards that were to run again, of which those of number 1, 2, 4, 8, ... are compared
@@ -120,12 +120,10 @@ class Stage:
             batch: the mini-batch.
         """
         k = self.index
-        late: type[Versions] | None = None
+        versions: Versions | None = None
         if k in schedule.late_stages:  # passes come after updates
             late = Stashed if schedule.ages.stashes else Recomputed if self.recompute else InMemory
-        if late is not self._late:  # what a graph may end at has changed
-            self._late, self._guard.graphs = late, 0
-        versions = None if late is None else late(self.module, self._name)
+            versions = late(self.module, self._name)
         passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
         return [Tape(f.stages[k], batch, m, passes[k, m], versions and copy(versions)) for m, f in enumerate(flows)]
 
@@ -199,6 +197,8 @@ class Stage:
     def _outputs(self, tape: Tape, *, tracked: bool) -> Tensors:
         """Run the module, with a graph if `tracked`."""
         guard, versions = self._guard, tape.versions
+        if type(versions) is not self._kind:  # what a graph may end at has changed
+            self._kind, guard.graphs = type(versions), 0
         learns = self.learns if versions is None else versions.learns
         graph = tape.graph = Graph(guard, learns, tape.inputs, tape.batch.looked) if tracked else None
         checked = graph is not None and graph.checked
