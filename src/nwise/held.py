@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,47 +33,31 @@ _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Si
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module that no user has set
 
 
-class Held(NamedTuple):
-    """What plain attributes hold.
+class Held:  # not closures that call each other, which would keep what they have found until the garbage collector runs
+    """What the plain attributes of modules hold, each object once.
 
     Args:
+        registered: the modules, without those that they hold in plain attributes.
+
+    Attributes:
         modules: modules that are not registered, and all modules inside them.
         generators: random generators, without those that have no state.
         contents: what holds values, each with those that it has now: all modules, for their attributes, and in these
             dictionaries, lists, sets and attributes of objects.
     """
 
-    modules: list[nn.Module]
-    generators: list[Any]
-    contents: list[tuple[Any, Any]]
-
-
-def held(*roots: nn.Module) -> Held:
-    """Return what the plain attributes of modules and of all modules inside them hold, each object once.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> layer.norms = [nn.BatchNorm1d(2)]
-    >>> [type(module).__name__ for module in held(layer).modules]
-    ['BatchNorm1d']
-    """
-    search = _Search(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
-    registered = len(search.modules)
-    for part in search.modules:  # grows
-        search.contents.append((part, own := _content(part)))
-        if not _LEAVES.issuperset(map(type, own.values())):
-            for value in own.values():
-                search.visit(value, _DEPTH)
-    return Held(search.modules[registered:], list(search.generators), search.contents)
-
-
-class _Search:  # not closures that call each other, which would keep what they have found until the garbage collector runs
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules, self._known = modules, set(modules)
+    def __init__(self, registered: Sequence[nn.Module]) -> None:
+        self.modules: list[nn.Module] = []
         self.generators: dict[Any, None] = {}
         self.contents: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
+        self._known, self._seen = set(registered), set[int]()
+        for part in chain(registered, self.modules):  # which grows
+            self.contents.append((part, own := _content(part)))
+            if not _LEAVES.issuperset(map(type, own.values())):
+                for value in own.values():
+                    self._visit(value, _DEPTH)
 
-    def visit(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int) -> None:
         """Note what a value is or holds, in containers that are inside one another at most this deep."""
         if isinstance(value, nn.Module):
             new = [inner for inner in value.modules() if inner not in self._known]
@@ -98,7 +82,18 @@ class _Search:  # not closures that call each other, which would keep what they 
         items = container.values() if isinstance(container, dict) else container
         if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
             for item in items:
-                self.visit(item, depth)
+                self._visit(item, depth)
+
+
+def held(*roots: nn.Module) -> Held:
+    """Return what the plain attributes of modules and of all modules inside them hold.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.norms = [nn.BatchNorm1d(2)]
+    >>> [type(module).__name__ for module in held(layer).modules]
+    ['BatchNorm1d']
+    """
+    return Held(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
 
 
 States = Iterable[tuple[Callable[[Any], object], Any]]  # what restores a state, and the state
@@ -202,7 +197,8 @@ class State:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _, self.generators, contents = held(module)
+        found = held(module)
+        self.generators, contents = found.generators, found.contents
         buffers = [holder._buffers for holder, _ in contents if isinstance(holder, nn.Module)]
         # Those of TorchScript are no dictionary.
         contents += [(store, dict(store)) for store in buffers if store and isinstance(store, dict)]

@@ -53,7 +53,7 @@ class Guard:
         owners: modules in which a function's backward may keep a state.
         graphs: number of graphs so far.
         registered: number of hooks that the forward of the last graph has put on.
-        writes: whether a walk may write over the cotangents that it begins with; None until a graph or a walk shows it.
+        writes: whether a walk may write over the cotangents that it begins with, as only code of the user's does.
         foreign: whether a graph has had functions of the user's, which may begin to add something.
         adds: whether a graph has added anything; None if one may, and no walk has shown yet whether it does.
     """
@@ -62,8 +62,7 @@ class Guard:
         self.owner, self.always = owner, always
         self.owners: Sequence[nn.Module] = ()
         self.graphs = self.registered = 0
-        self.writes: bool | None = None
-        self.foreign = False
+        self.writes = self.foreign = False
         self.adds: bool | None = False
 
 
@@ -159,8 +158,7 @@ class Graph:
         if len(hidden) < len(hooked) if self.checked else self._num_hooks < guard.registered:
             self.moved.append(None)
         self.hooked = bool(self._hooks or self.moved)
-        if self.suspect or self.hooked:
-            guard.writes = True
+        guard.writes |= self.suspect or self.hooked or bool(guard.registered)
 
     @contextmanager
     def without_updates(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Iterator[None]:

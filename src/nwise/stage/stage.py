@@ -309,8 +309,7 @@ class Stage:
                 roots = list(filter(asks, tape.outputs))
                 graph.refuse_hooks(roots, roots)
             return
-        unsure = guard.writes is None or guard.always
-        outputs, seeds = tape.start(cotangent, apart=guard.writes or unsure)
+        outputs, seeds = tape.start(cotangent, apart=guard.writes)
         if not outputs:
             return
         if guard.foreign or guard.adds:
@@ -319,7 +318,7 @@ class Stage:
         leaves = list(filter(asks, tape.inputs)) if kind is not Kind.WEIGHT_GRAD or self.index == 0 else []
         # An I and a later W that start from one cotangent share the walk.
         if kind is Kind.INPUT_GRAD and tape.flow.fused == message and not graph.suspect:
-            with keep(outputs, seeds, leaves, parameters, apart=bool(guard.writes)) as tape.kept:
+            with keep(outputs, seeds, leaves, parameters, apart=guard.writes) as tape.kept:
                 if leaves:
                     # Without kept cotangents, W will read these once more.
                     safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
@@ -333,9 +332,6 @@ class Stage:
             else:
                 add_gradients(outputs, seeds, wanted, retain_graph=again)
             tape.walked = True
-        # A tensor's hook may write over its argument, too.
-        if cotangent.shared and unsure:
-            guard.writes = guard.writes or tape.differs(cotangent, seeds)
 
     def _take(self, tape: Tape, graph: Graph, again: bool) -> Cotangents:
         """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +13,7 @@ from nwise.stage.guard import Graph
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
 from nwise.stage.versions import Versions
-from nwise.tensors import Tensors, agree
+from nwise.tensors import Tensors
 
 __all__ = ["Cotangents", "Tape"]
 
@@ -84,11 +83,6 @@ class Tape:
                 roots.append(output)
                 seeds.append(total.clone() if apart and cotangent.shared else total)
         return roots, seeds
-
-    def differs(self, cotangent: Cotangent, seeds: Sequence[Tensor]) -> bool:
-        """Return whether a walk has written over the gradients that it started from, which `start` returned."""
-        _, before = self.start(cotangent, apart=False)
-        return not all(map(agree, before, seeds))
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""

@@ -14,9 +14,10 @@ and w[2]. In each case the gradient goes to the ``.grad`` of the present paramet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from operator import call
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,7 @@ class InMemory(Versions):
     @contextmanager
     def computing(self, *, checked: bool) -> Iterator[None]:
         inner: list[object] = []
-        with saved_tensors_hooks(self._pack, self._unpack), noted("__enter__", inner.append, saved_tensors_hooks):
+        with saved_tensors_hooks(self._pack, call), noted("__enter__", inner.append, saved_tensors_hooks):
             yield
         if inner:
             raise self._refused(
@@ -147,23 +148,33 @@ class InMemory(Versions):
             "`nwise.Hogwild(weights='forward')`."
         )
 
-    def _pack(self, x: Tensor) -> _Saved:
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return what reads a tensor that autograd saves."""
         plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
         found = self._owners.get(x.untyped_storage().data_ptr()) if plain else None
         if found is None:  # without the graph, which would hold itself by its hooks and outlive a step that is dropped
-            return _Saved(x.detach(), None, version(x))
-        return _Saved(x.data, found, x.data_ptr() - found[0].data_ptr())
-
-    def _unpack(self, saved: _Saved) -> Tensor:
-        x, found, number = saved
-        if found is None:
-            if version(x) != number:  # with hooks, autograd does not look
-                raise RuntimeError(
-                    f"{self._name.capitalize()} should leave what its backward needs as it is. Found a tensor of shape "
-                    f"{list(x.shape)} that was modified by an inplace operation; clone it first."
-                )
-            return x
+            return partial(self._unchanged, x.detach(), version(x))
         used, owner = found
+        return partial(self._present, x.data, used, owner, x.data_ptr() - used.data_ptr())
+
+    def _unchanged(self, x: Tensor, number: int) -> Tensor:
+        """Return a tensor that is no parameter's, with the version that it had."""
+        if version(x) != number:  # with hooks, autograd does not look
+            raise RuntimeError(
+                f"{self._name.capitalize()} should leave what its backward needs as it is. Found a tensor of shape "
+                f"{list(x.shape)} that was modified by an inplace operation; clone it first."
+            )
+        return x
+
+    def _present(self, x: Tensor, used: Tensor, owner: Tensor, start: int) -> Tensor:
+        """Return a tensor with the values of a present parameter.
+
+        Args:
+            x: the tensor.
+            used: what the forward used, in whose memory it is.
+            owner: the parameter.
+            start: distance of `x` from the beginning of `used`, in bytes.
+        """
         # A copy's, or replaced by `p.data = ...`.
         if x.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
             if _layout(used) != _layout(owner):
@@ -172,8 +183,8 @@ class InMemory(Versions):
                     f"due. Found {_layout(owner)} instead of {_layout(used)}; before the change, update while `pipe.drain()` "
                     "returns True."
                 )
-            start = owner.storage_offset() * owner.itemsize + number
-            x.set_(owner.untyped_storage(), start // x.itemsize, x.size(), x.stride())
+            place = owner.storage_offset() * owner.itemsize + start
+            x.set_(owner.untyped_storage(), place // x.itemsize, x.size(), x.stride())
         return x
 
 
@@ -194,20 +205,6 @@ class Recomputed(InMemory):
     def computing(self, *, checked: bool) -> Iterator[None]:
         with self._with_copies(checked=checked), super().computing(checked=checked):
             yield
-
-
-class _Saved(NamedTuple):
-    """A tensor that autograd has saved.
-
-    Args:
-        tensor: the tensor.
-        found: what the forward used, in whose memory the tensor is, and the parameter that passes read; None for another tensor.
-        number: distance from the beginning of what the forward used in bytes, or the version of another tensor.
-    """
-
-    tensor: Tensor
-    found: tuple[Tensor, Tensor] | None
-    number: int
 
 
 @contextmanager
