@@ -1233,7 +1233,7 @@ def test_pipelines_in_turn_do_not_make_each_other_look_for_hooks(monkeypatch: py
 
     for _ in range(16):
         step()
-    monkeypatch.setattr("nwise.stage.hooks.hooks_of", look)
+    monkeypatch.setattr("nwise.stage.hooks.node_hooks", look)
     step()
     assert not looked
     pipes[1].stages[1].weight.register_hook(lambda g: g)  # type: ignore[operator]

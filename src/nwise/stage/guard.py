@@ -104,11 +104,17 @@ class Graph:
 
     @contextmanager
     def watching(self, leaves: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Let the body make the graph, with ValueError if it calls ``backward``; `leaves` are those that it would reach.
+        """Let the body make the graph, and see what it does to tensors.
+
+        Args:
+            leaves: tensors whose gradients the step computes.
 
         Yields:
-            The tensors that it puts hooks on; and those that it lets require a gradient, as PEFT does with the output of a frozen
-            embedding.
+            The tensors that the body puts hooks on; and those that it lets require a gradient, as PEFT does with the output of a
+            frozen embedding.
+
+        Raises:
+            ValueError: the body calls ``backward``.
         """
         hooked, asked = list[Tensor](), list[Tensor]()
 

@@ -28,7 +28,7 @@ _NOTHING_ELSE = nullcontext()
 
 
 def count_hooks() -> int:
-    """Return how many hooks torch has counted in this process, without those of `hooks_of`."""
+    """Return how many hooks torch has counted in this process, without those of `node_hooks`."""
     return RemovableHandle.next_id - Hooks.own
 
 
@@ -39,7 +39,7 @@ class Hooks:
     between two steps.
 
     Attributes:
-        own: how many hooks `hooks_of` has put on: if they counted, two pipelines would make each other look in turn.
+        own: how many hooks `node_hooks` has put on: if they counted, two pipelines would make each other look in turn.
         registered: `count_hooks` at the end of the last step or look.
     """
 
@@ -62,7 +62,7 @@ class Hooks:
         parameters, self._calls = list(parameters), self._calls + 1
         if is_due(self._calls) or count_hooks() != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
-                found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
+                found_at = {p: node_hooks(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
             self.registered = count_hooks()
         return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
@@ -72,7 +72,7 @@ class Hooks:
         return Hooks, ()
 
 
-def hooks_of(node: Node) -> list[Any]:
+def node_hooks(node: Node) -> list[Any]:
     """Return the dictionaries of the hooks of a node of a graph, which torch gives away with the handle of a new hook."""
     handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
     found = [handle.hooks_dict_ref() for handle in handles]
@@ -119,7 +119,7 @@ def watched(hidden: Iterable[Tensor], nodes: Iterable[Node], moved: list[object]
         nodes: nodes of the graph, on which the backward hooks of modules are.
         moved: list to which every hook is appended that changes a gradient.
     """
-    hooks = [gradient_hooks(x)[0] for x in dict.fromkeys(hidden)] + [one for node in nodes for one in hooks_of(node)]
+    hooks = [gradient_hooks(x)[0] for x in dict.fromkeys(hidden)] + [one for node in nodes for one in node_hooks(node)]
     for one in hooks:
         one.update({key: partial(_telling, hook, moved) for key, hook in one.items()})
     return [one for one in hooks if one]
