@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import X, Y
-from nwise.tensors import sample
+from nwise.tensors import agree, sample
 
 
 def test_head_outputs_of_in_place_head_raise() -> None:
@@ -48,3 +48,22 @@ def test_complex_activations_carry_gradients() -> None:
 def test_samples_of_complex_values_are_real() -> None:
     """Regression: on several processes torch warned that the imaginary parts of complex gradients were lost."""
     assert sample(torch.tensor([1 + 2j, 3 - 4j]).conj()).double().tolist() == [[1, -2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), True),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 1e-6]), False),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
+        (torch.ones(2, device="meta"), torch.ones(2, device="meta"), True),
+        (torch.ones(2, device="meta"), torch.ones(3, device="meta"), False),
+        (None, None, True),
+        (None, torch.ones(2), False),
+    ],
+)
+def test_tensors_of_every_kind_are_compared(first: Tensor | None, second: Tensor | None, *, equal: bool) -> None:
+    """Second forwards, hooks and walks are compared by one function; each had its own, which knew some of these."""
+    assert agree(first, second) == equal

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import filterfalse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain, filterfalse
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,47 +33,31 @@ _LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Si
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module that no user has set
 
 
-class Held(NamedTuple):
-    """What plain attributes hold.
+class Held:  # not closures that call each other, which would keep what they have found until the garbage collector runs
+    """What the plain attributes of modules hold, each object once.
 
     Args:
+        registered: the modules, without those that they hold in plain attributes.
+
+    Attributes:
         modules: modules that are not registered, and all modules inside them.
         generators: random generators, without those that have no state.
         contents: what holds values, each with those that it has now: all modules, for their attributes, and in these
             dictionaries, lists, sets and attributes of objects.
     """
 
-    modules: list[nn.Module]
-    generators: list[Any]
-    contents: list[tuple[Any, Any]]
-
-
-def held(*roots: nn.Module) -> Held:
-    """Return what the plain attributes of modules and of all modules inside them hold, each object once.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> layer.norms = [nn.BatchNorm1d(2)]
-    >>> [type(module).__name__ for module in held(layer).modules]
-    ['BatchNorm1d']
-    """
-    search = _Search(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
-    registered = len(search.modules)
-    for part in search.modules:  # grows
-        search.contents.append((part, own := _content(part)))
-        if not _LEAVES.issuperset(map(type, own.values())):
-            for value in own.values():
-                search.visit(value, _DEPTH)
-    return Held(search.modules[registered:], list(search.generators), search.contents)
-
-
-class _Search:  # not closures that call each other, which would keep what they have found until the garbage collector runs
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.modules, self._known = modules, set(modules)
+    def __init__(self, registered: Sequence[nn.Module]) -> None:
+        self.modules: list[nn.Module] = []
         self.generators: dict[Any, None] = {}
         self.contents: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
+        self._known, self._seen = set(registered), set[int]()
+        for part in chain(registered, self.modules):  # which grows
+            self.contents.append((part, own := _content(part)))
+            if not _LEAVES.issuperset(map(type, own.values())):
+                for value in own.values():
+                    self._visit(value, _DEPTH)
 
-    def visit(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int) -> None:
         """Note what a value is or holds, in containers that are inside one another at most this deep."""
         if isinstance(value, nn.Module):
             new = [inner for inner in value.modules() if inner not in self._known]
@@ -97,7 +82,71 @@ class _Search:  # not closures that call each other, which would keep what they 
         items = container.values() if isinstance(container, dict) else container
         if not _LEAVES.issuperset(map(type, items)):  # a large vocabulary costs little
             for item in items:
-                self.visit(item, depth)
+                self._visit(item, depth)
+
+
+def held(*roots: nn.Module) -> Held:
+    """Return what the plain attributes of modules and of all modules inside them hold.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.norms = [nn.BatchNorm1d(2)]
+    >>> [type(module).__name__ for module in held(layer).modules]
+    ['BatchNorm1d']
+    """
+    return Held(list(dict.fromkeys(inner for root in roots for inner in root.modules())))
+
+
+States = Iterable[tuple[Callable[[Any], object], Any]]  # what restores a state, and the state
+
+
+def restore(states: States) -> None:
+    """Put states back."""
+    for put, state in states:
+        put(state)
+
+
+@contextmanager
+def kept(states: States) -> Iterator[None]:
+    """Put states back after the body."""
+    try:
+        yield
+    finally:
+        restore(states)
+
+
+def states_of(tensors: Iterable[Tensor]) -> States:
+    """Return the values of tensors."""
+    # By `data`, as autograd would take the write for one between a forward and its backward.
+    return [(x.data.copy_, x.detach().clone()) for x in tensors]
+
+
+def random_states(generators: Iterable[Any] = ()) -> States:
+    """Return the states of the global random generators, but for that of torch on the CPU, and of others."""
+    # While a step is captured, the GPU's random numbers come from generators of the graph.
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
+        *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
+    ]
+    for value in generators:
+        if isinstance(value, torch.Generator | np.random.RandomState):
+            states.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            states.append((value.setstate, value.getstate()))
+        else:
+            states.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
+    return states
+
+
+def random_states_kept(module: nn.Module | None = None) -> AbstractContextManager[None]:
+    """Put back `random_states` after the body, and those of generators and buffers that a module holds in plain attributes."""
+    if module is None:
+        return kept(random_states())
+    found = held(module)
+    buffers = (buffer for part in found.modules for buffer in part.buffers(recurse=False))
+    return kept([*random_states(found.generators), *states_of(buffers)])
 
 
 Values = Sequence[tuple[dict[str, Any], Mapping[str, object]]]
@@ -120,22 +169,10 @@ def values_in(*modules: nn.Module) -> Values:
 
 @contextmanager
 def with_values(values: Values) -> Iterator[None]:
-    """Run the body with these values in their holders, then restore the present ones."""
-    present = [(inside, _put(inside, then)) for inside, then in values]
-    try:
+    """Run the body with these values in their holders, then put the present ones back."""
+    with kept([(holder.update, {name: holder.get(name) for name in then}) for holder, then in values]):
+        restore((holder.update, then) for holder, then in values)
         yield
-    finally:
-        for inside, now in present:
-            _put(inside, now)
-
-
-def _put(inside: dict[str, Any], values: Mapping[str, object]) -> Mapping[str, object]:
-    """Put values into a holder; return those that it had."""
-    if all(map(is_, map(inside.get, values), values.values())):
-        return values
-    before = {name: inside.get(name) for name in values}
-    inside.update(values)
-    return before
 
 
 class State:
@@ -160,7 +197,8 @@ class State:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        _, self.generators, contents = held(module)
+        found = held(module)
+        self.generators, contents = found.generators, found.contents
         buffers = [holder._buffers for holder, _ in contents if isinstance(holder, nn.Module)]
         # Those of TorchScript are no dictionary.
         contents += [(store, dict(store)) for store in buffers if store and isinstance(store, dict)]
@@ -171,14 +209,9 @@ class State:
     def restored(self) -> Iterator[list[Tensor]]:
         """Let the body find this state again, with other copies of the tensors, which it gets; then restore the present one."""
         copies: dict[int, Any] = {}
-        present = [(holder, _content(holder)) for holder, _ in self._contents]
-        try:
-            for (holder, now), (_, then) in zip(present, self._contents, strict=True):
-                _fill(holder, now, _copied(then, copies))
+        with kept([(partial(_fill, holder), _content(holder)) for holder, _ in self._contents]):
+            restore((partial(_fill, holder), _copied(then, copies)) for holder, then in self._contents)
             yield [x for x in copies.values() if isinstance(x, Tensor)]
-        finally:
-            for holder, before in present:
-                _fill(holder, _content(holder), before)
 
 
 def _content(holder: Any) -> Any:
@@ -203,8 +236,9 @@ def _copied(content: Any, copies: dict[int, Any]) -> Any:
     return dict(zip(content, copied, strict=True)) if isinstance(content, dict) else copied
 
 
-def _fill(holder: Any, now: Any, content: Any) -> None:
+def _fill(holder: Any, content: Any) -> None:
     """Replace the present content of a holder by another one."""
+    now = _content(holder)
     same = len(now) == len(content) and all(map(is_, now, content))
     if same and (not isinstance(now, dict) or all(map(is_, now.values(), content.values()))):
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from torch import Tensor, view_as_real
+from torch import Tensor, allclose, view_as_real
 
 from nwise._torch import versions
 from nwise.dtensor import is_dtensor
@@ -244,6 +244,26 @@ def sample(tensor: Tensor) -> Tensor:
     values = (local.to_local() if is_dtensor(local) else local).reshape(-1)
     copy = values[:: max(1, -(-len(values) // 64))].clone()
     return view_as_real(copy.resolve_conj()) if copy.is_complex() else copy
+
+
+def agree(first: Tensor | None, second: Tensor | None, relative: float = 0.0, absolute: float = 0.0) -> bool:
+    """Return whether two tensors, or two absent ones, are equal within bounds; of distributed ones, the parts of this process.
+
+    Args:
+        first, second: the tensors.
+        relative, absolute: the bounds, as of `torch.allclose`. Default: exactly equal, nan to nan.
+
+    >>> import torch
+    >>> agree(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])), agree(torch.zeros(2), None)
+    (True, False)
+    """
+    if first is None or second is None:
+        return first is second
+    if first.dtype != second.dtype or first.shape != second.shape or first.is_nested:
+        return False
+    if is_dtensor(first) and is_dtensor(second):
+        first, second = first.to_local(), second.to_local()
+    return first.is_meta or allclose(first.to_dense(), second.to_dense(), relative, absolute, equal_nan=True)
 
 
 def refuse_attributes(tensors: Tensors, what: str) -> None:

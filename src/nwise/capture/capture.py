@@ -34,12 +34,12 @@ from nwise._torch import has_hooks
 from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
 from nwise.capture.surroundings import Surroundings
 from nwise.checks import outside
+from nwise.held import random_states_kept
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws, Part
 from nwise.runtime.mail import Memory
 from nwise.runtime.step import Step
-from nwise.stage.rerun import random_states_kept
 from nwise.tensors import Tensors, each, names
 
 __all__ = ["Capture"]

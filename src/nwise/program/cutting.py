@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from nwise.held import random_states_kept
 from nwise.looks import is_due
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.program.arguments import check_target
 from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
-from nwise.stage.rerun import random_states_kept
 from nwise.stage.stage import LossFn, Stage
 from nwise.tensors import as_inputs, like
 from nwise.terms import make_terms

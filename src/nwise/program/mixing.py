@@ -23,8 +23,8 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from nwise._torch import TorchDispatchMode
 from nwise.dtensor import is_dtensor
+from nwise.held import random_states_kept
 from nwise.randomness import preserved
-from nwise.stage.rerun import random_states_kept
 
 _ALIKE, _APART = [1.0] * 6, [1e4, 1.0, 1e-4] * 2  # an update may not depend on a scale that stays
 _SIDE = 4  # the longest side of a stand-in

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,21 +21,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import gradient_hooks, with_hooks
-from nwise.dtensor import is_dtensor
 from nwise.looks import is_due
+from nwise.tensors import agree
 
 _NOTHING_ELSE = nullcontext()
 
 
-class _Own:
-    """How many hooks `hooks_of` has put on and removed: if they counted, two pipelines would make each other look in turn."""
-
-    count = 0
-
-
 def count_hooks() -> int:
-    """Return how many hooks torch has counted in this process, without those of `hooks_of`."""
-    return RemovableHandle.next_id - _Own.count
+    """Return how many hooks torch has counted in this process, without those of `node_hooks`."""
+    return RemovableHandle.next_id - Hooks.own
 
 
 class Hooks:
@@ -45,8 +39,11 @@ class Hooks:
     between two steps.
 
     Attributes:
+        own: how many hooks `node_hooks` has put on: if they counted, two pipelines would make each other look in turn.
         registered: `count_hooks` at the end of the last step or look.
     """
+
+    own: ClassVar = 0
 
     def __init__(self) -> None:
         self.registered = self._calls = 0
@@ -65,7 +62,7 @@ class Hooks:
         parameters, self._calls = list(parameters), self._calls + 1
         if is_due(self._calls) or count_hooks() != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
-                found_at = {p: hooks_of(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
+                found_at = {p: node_hooks(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}
             self.registered = count_hooks()
         return list(dict.fromkeys([*with_hooks(parameters), *self._of_nodes]))
@@ -75,39 +72,36 @@ class Hooks:
         return Hooks, ()
 
 
-def hooks_of(node: Node) -> list[Any]:
+def node_hooks(node: Node) -> list[Any]:
     """Return the dictionaries of the hooks of a node of a graph, which torch gives away with the handle of a new hook."""
     handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
     found = [handle.hooks_dict_ref() for handle in handles]
     for handle in handles:
         handle.remove()
-    _Own.count += len(handles)
+    Hooks.own += len(handles)
     return found
 
 
 @contextmanager
 def _once(parameters: Sequence[Tensor], of_nodes: Mapping[Tensor, list[Any]]) -> Iterator[None]:
     before = [p.grad for p in parameters]
-    own = [gradient_hooks(p) for p in parameters]
-    hooks = [[first, *of_nodes.get(p, ()), last] for p, (first, last) in zip(parameters, own, strict=True)]
-    taken = [list(map(_taken, kinds)) for kinds in hooks]
+    early = [hooks for p in parameters for hooks in (gradient_hooks(p)[0], *of_nodes.get(p, ()))]
+    added: list[Tensor | None] = [None] * len(parameters)
     for p in parameters:
         p.grad = None
-    added: list[Tensor | None] = [None] * len(parameters)
     try:
-        yield
-        for kinds, resting in zip(hooks, taken, strict=True):
-            _put_back(kinds[:-1], resting[:-1])
-        due = {p: p.grad for p in parameters if p.grad is not None}
-        for p in due:
-            p.grad = None
-        if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
-            torch.autograd.backward(list(due), list(due.values()))
-        added = [p.grad for p in parameters]
+        with resting(after_adding(parameters)):
+            with resting(early):
+                yield
+            due = {p: p.grad for p in parameters if p.grad is not None}
+            for p in due:
+                p.grad = None
+            if due:  # a backward of these nodes alone, as some hooks ask autograd where they are
+                torch.autograd.backward(list(due), list(due.values()))
+            added = [p.grad for p in parameters]
     finally:
-        for p, gradient, kinds, resting in zip(parameters, before, hooks, taken, strict=True):
+        for p, gradient in zip(parameters, before, strict=True):
             p.grad = gradient
-            _put_back(kinds, resting)
     for p, gradient in zip(parameters, added, strict=True):
         if gradient is not None:
             add_to_grad(p, gradient)
@@ -125,7 +119,7 @@ def watched(hidden: Iterable[Tensor], nodes: Iterable[Node], moved: list[object]
         nodes: nodes of the graph, on which the backward hooks of modules are.
         moved: list to which every hook is appended that changes a gradient.
     """
-    hooks = [gradient_hooks(x)[0] for x in dict.fromkeys(hidden)] + [one for node in nodes for one in hooks_of(node)]
+    hooks = [gradient_hooks(x)[0] for x in dict.fromkeys(hidden)] + [one for node in nodes for one in node_hooks(node)]
     for one in hooks:
         one.update({key: partial(_telling, hook, moved) for key, hook in one.items()})
     return [one for one in hooks if one]
@@ -138,53 +132,43 @@ def _telling(hook: Callable[..., Any], moved: list[object], gradients: Any, *oth
     before = [g if g is None else g.clone() for g in given]
     result = hook(gradients, *others)
     after = given if result is None else (result,) if single else result
-    if not all(map(_equal, before, after)):
+    if not all(map(agree, before, after)):
         moved.append(hook)
     return result
 
 
-def _equal(before: Tensor | None, after: Tensor | None) -> bool:
-    if before is None or after is None:
-        return before is after
-    if before.dtype != after.dtype or before.shape != after.shape or before.is_nested:
-        return False
-    if is_dtensor(before) and is_dtensor(after):
-        before, after = before.to_local(), after.to_local()
-    return torch.allclose(before.to_dense(), after.to_dense(), rtol=0, atol=0, equal_nan=True)
+def after_adding(tensors: Iterable[Tensor]) -> list[dict[int, Any]]:
+    """Return the dictionaries of the hooks that run after an addition to a gradient, those of a sum over replicas among them."""
+    return [gradient_hooks(x)[1] for x in tensors]
 
 
 @contextmanager
-def resting(tensors: Sequence[Tensor], others: Sequence[dict[int, Any]] = ()) -> Iterator[None]:
-    """Let the body add to gradients without the hooks that run after an addition, those of a sum over replicas among them.
-
-    Args:
-        tensors: the tensors that have the gradients.
-        others: dictionaries of other hooks that rest, too.
-    """
-    hooks = [*(gradient_hooks(x)[1] for x in tensors), *others]
-    taken = list(map(_taken, hooks))
+def resting(hooks: Sequence[dict[int, Any]]) -> Iterator[None]:
+    """Let the body run without the hooks in these dictionaries."""
+    taken = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
     try:
         yield
     finally:
-        _put_back(hooks, taken)
+        for one, back in zip(hooks, taken, strict=True):
+            one.update(back)
 
 
 @contextmanager
-def noted(method: str, found: Callable[[Any], object], kind: type = Tensor) -> Iterator[None]:
-    """Let a function see the tensors of which the body calls a method, such as `register_hook`, as a graph does not tell.
+def noted(method: str, found: Callable[..., object], kind: type = Tensor) -> Iterator[None]:
+    """Let a function see every call of a method in the body, such as `register_hook`, as a graph does not tell.
 
     Args:
         method: name of the method.
-        found: the function, called before the method.
+        found: the function, called with the same arguments before the method.
         kind: class of the method; default: tensors.
     """
     original = getattr(kind, method)
 
-    def note(self: Any, *args: Any, **named: Any) -> Any:
-        # Torch's own hooks, as of `FlopCounterMode`, look on.
-        if not any(str(getattr(value, "__module__", "")).startswith("torch.") for value in args):
-            found(self)
-        return original(self, *args, **named)
+    def note(*args: Any, **named: Any) -> Any:
+        found(*args, **named)
+        return original(*args, **named)
 
     setattr(kind, method, note)
     try:
@@ -203,18 +187,3 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
     else:
         with torch.no_grad():
             old += gradient
-
-
-def _taken(hooks: dict[int, Any]) -> dict[int, Any]:
-    """Empty a dictionary of hooks, and return what it had."""
-    taken = dict(hooks)
-    hooks.clear()
-    return taken
-
-
-def _put_back(hooks: Sequence[Any], taken: Sequence[dict[int, Any]]) -> None:
-    """Fill dictionaries of hooks again; a second call does nothing."""
-    for into, part in zip(hooks, taken, strict=True):
-        if part:
-            into.update(part)
-            part.clear()

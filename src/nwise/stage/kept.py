@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -38,37 +38,35 @@ class Part(NamedTuple):
         gradients: cotangents of the node's outputs; a custom function's backward may return none, which stands for zeros.
         learns: the parameters beyond the node.
         arrived: whether the cotangents have passed the tensor hooks of these outputs.
-        apart: whether those hooks may write over them.
     """
 
     node: Node
     gradients: Gradients
     learns: list[Tensor]
     arrived: bool
-    apart: bool
 
 
 class Kept:
     """The cotangents that a pass has kept.
 
+    Args:
+        apart: whether hooks of tensors may write over them.
+
     Attributes:
         parts: the walks that remain to be done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool) -> None:
         self.parts: list[Part] = []
+        self._apart = apart
 
     def replay(self, walk: Callable[[list[GradientEdge], list[Tensor], list[Tensor]], object]) -> None:
         """Call ``walk(edges, cotangents, learns)`` for every part."""
         for part in self.parts:
             present = [(GradientEdge(part.node, i), g) for i, g in enumerate(part.gradients) if g is not None]
             # A tensor's hooks run again, but what they return must not count twice.
-            handle = part.node.register_prehook(partial(_instead, part.gradients)) if part.arrived else None
-            try:
-                walk([edge for edge, _ in present], [g.clone() if part.apart else g for _, g in present], part.learns)
-            finally:
-                if handle is not None:
-                    handle.remove()
+            with part.node.register_prehook(partial(_instead, part.gradients)) if part.arrived else nullcontext():
+                walk([edge for edge, _ in present], [g.clone() if self._apart else g for _, g in present], part.learns)
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +126,7 @@ def keep(
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
     put: Callable[[Node, Gradients], None] = arrive if apart else gradients.__setitem__
     handles = [node.register_prehook(partial(put, node)) for node in exits]
-    kept = Kept()
+    kept = Kept(apart)
     try:
         yield kept
     finally:
@@ -136,12 +134,12 @@ def keep(
             handle.remove()
     for node, part in exits.items():
         if any(g is not None for g in gradients.get(node, ())):
-            kept.parts.append(Part(node, gradients[node], part, arrived=True, apart=apart))
+            kept.parts.append(Part(node, gradients[node], part, arrived=True))
     # An output that no input reaches was not walked at all.
     for edge, cotangent in zip(edges, cotangents, strict=True):
         if edge.node in ends:
             alone = (*(None,) * edge.output_nr, cotangent)
-            kept.parts.append(Part(edge.node, alone, ends[edge.node], arrived=False, apart=apart))
+            kept.parts.append(Part(edge.node, alone, ends[edge.node], arrived=False))
 
 
 def _instead(gradients: Gradients, _: Gradients) -> Gradients:

@@ -7,21 +7,15 @@ depends on, such as a global variable, is not. So the outputs are compared.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nwise.held import State, held
+from nwise.held import State, kept, random_states, restore
 from nwise.stage.versions import refuse_scripts
-from nwise.tensors import Tensors
-
-_States = list[tuple[Callable[[Any], object], Any]]
+from nwise.tensors import Tensors, agree
 
 
 class FirstRun:
@@ -38,15 +32,15 @@ class FirstRun:
 
     def __init__(self, module: nn.Module, stage: str) -> None:
         self._module, self._stage, self._state = module, stage, State(module)
-        self._random = _states(self._state.generators)
+        self._random = random_states(self._state.generators)
         self.outputs: Tensors | None = None
         self.lent: Sequence[Tensor] = ()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the body with the random states, buffers and attributes that the run found, then restore the present ones."""
-        with self._state.restored() as self.lent, _kept(_states(self._state.generators)):
-            _restore(self._random)
+        with self._state.restored() as self.lent, kept(random_states(self._state.generators)):
+            restore(self._random)
             yield
 
     def keep(self, outputs: Tensors) -> None:
@@ -73,54 +67,11 @@ class FirstRun:
         self.outputs = None
 
 
-def random_states_kept(module: nn.Module | None = None) -> AbstractContextManager[None]:
-    """Restore after the body the states of the global random generators, and of what a module holds in plain attributes."""
-    found = None if module is None else held(module)
-    return _kept(_states(found.generators, found.modules) if found else _states())
-
-
-@contextmanager
-def _kept(states: _States) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _restore(states)
-
-
-def _restore(states: _States) -> None:
-    for restore, state in states:
-        restore(state)
-
-
 def _same(first: Tensor, second: Tensor) -> bool:
-    if first.is_meta or first.layout is not torch.strided:
-        return first.shape == second.shape and (first.is_meta or _same(first.to_dense(), second.to_dense()))
-    if first.shape != second.shape or not (first.is_floating_point() or first.is_complex()):
-        return torch.equal(first, second)
-    exact = torch.are_deterministic_algorithms_enabled()
+    if not (first.is_floating_point() or first.is_complex()) or torch.are_deterministic_algorithms_enabled():
+        return agree(first, second)
     # Sums in another order differ by a few units of the largest value; another dropout mask differs by the value itself.
-    share = 0.0 if exact else torch.finfo(first.dtype).eps ** 0.5 / 10
-    largest = first.detach().abs().nan_to_num(0.0, 0.0, 0.0).max() if first.numel() else 0.0
-    return torch.allclose(first, second, rtol=share, atol=share * float(largest), equal_nan=True)
-
-
-def _states(generators: Iterable[Any] = (), modules: Iterable[nn.Module] = ()) -> _States:
-    """Return the states of the global random generators, of others, and of modules, each with the function that restores it."""
-    # While a step is captured, the GPU's random numbers come from generators of the graph.
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
-    states: _States = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
-        *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
-        # By `data`, as autograd would take the write for one between a forward and its backward.
-        *((buffer.data.copy_, buffer.clone()) for part in modules for buffer in part.buffers(recurse=False)),
-    ]
-    for value in generators:
-        if isinstance(value, torch.Generator | np.random.RandomState):
-            states.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            states.append((value.setstate, value.getstate()))
-        else:
-            states.append((partial(setattr, value.bit_generator, "state"), value.bit_generator.state))
-    return states
+    share = torch.finfo(first.dtype).eps ** 0.5 / 10
+    values = first.detach().to_dense().abs().nan_to_num(0.0, 0.0, 0.0)
+    largest = float(values.max()) if values.numel() and not first.is_meta else 0.0
+    return agree(first, second, share, share * largest)

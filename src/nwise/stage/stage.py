@@ -33,11 +33,11 @@ from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage.graph import add_gradients, without_updates
-from nwise.stage.guard import Guard, Noted
-from nwise.stage.kept import Kept, keep
+from nwise.stage.graph import add_gradients
+from nwise.stage.guard import Graph, Guard
+from nwise.stage.kept import keep
 from nwise.stage.rerun import FirstRun
-from nwise.stage.tape import Cotangents, Look, Tape
+from nwise.stage.tape import Cotangents, Tape
 from nwise.stage.versions import InMemory, Recomputed, Stashed, Versions
 from nwise.tensors import (
     Tensors,
@@ -57,7 +57,7 @@ __all__ = ["LossFn", "Stage"]
 LossFn = Callable[..., Tensor]
 
 # Made once: a step enters and calls them many times.
-_NOTHING_ELSE, _UNWATCHED = nullcontext(), nullcontext(Noted())
+_NOTHING_ELSE, _UNWATCHED = nullcontext(), nullcontext[tuple[Sequence[Tensor], Sequence[Tensor]]](((), ()))
 _gradient = attrgetter("grad")
 
 
@@ -90,10 +90,9 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
-        self._always = always
         self._guard = Guard(f"Stage {index}", always)
         self._head_guard = Guard(f"The head or loss of stage {index}", always)
-        self._kind: tuple[type, int] = (type(None), 0)  # of the parameters that the last graph used, and how many
+        self._kind: type = type(None)  # of the last forward's parameters
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
         self._reruns = 0  # forwards that were to run again, of which those of number 1, 2, 4, 8, ... are compared
@@ -103,14 +102,14 @@ class Stage:
 
         The result is all modules of the stage and its head, so callers need not walk through them again.
         """
-        if module is not self.module or head is not self.head:
-            self._guard.graphs = self._head_guard.graphs = 0
+        changed = module is not self.module or head is not self.head
         self.module, self.head = module, head
         self._guard.owners = [module]
         self._head_guard.owners = [one for one in (head, self.loss_fn) if isinstance(one, nn.Module)]
-        main, self.learns = _walk(module)
-        side, self.head_learns = _walk(head)
-        return main + side
+        before, self.learns, self.head_learns = len(self.learns), _trainable(module), _trainable(head)
+        if changed or len(self.learns) != before:
+            self._guard.graphs = self._head_guard.graphs = 0
+        return [*module.modules(), *(() if head is None else head.modules())]
 
     def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> list[Tape]:
         """Return an empty tape for every micro-batch of a mini-batch.
@@ -138,15 +137,13 @@ class Stage:
                 (`Schedule.continued`). Default: True.
         """
         made: Tensors | Cotangents = ()
-        PRESENT.microbatch = tape  # for `nwise.inject`
         try:
             if action.kind is Kind.FORWARD:
                 made = self._forward(tape, continued)
             elif action.kind is Kind.HEAD:
                 self._run_head(tape)
             elif action.kind in PASSES:
-                with _NOTHING_ELSE if tape.versions is None else tape.versions.values():
-                    made = self._backward(tape, action.kind, action.message, continued)
+                made = self._backward(tape, action.kind, action.message, continued)
             else:
                 raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
         except RuntimeError as error:
@@ -168,74 +165,68 @@ class Stage:
 
     def _forward(self, tape: Tape, continued: bool) -> Tensors:
         """Run F; return the outputs, detached."""
-        tape.has_graph = tape.passes_left > 0 and (continued or not self.recompute)
         if tape.passes_left and self.recompute:
             tape.first = FirstRun(self.module, self._name)
         if self.index in tape.batch.watched:
             tape.batch.entering[self.index, tape.microbatch] = each(tape.inputs, torch.Tensor.detach)
         # The gradient to the model's input goes back to the user's graph.
         tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages)) if self.index else anew(tape.inputs)
-        outputs = self._outputs(tape)
+        outputs = self._outputs(tape, tracked=tape.passes_left > 0 and (continued or not self.recompute))
         tape.head_left = tape.flow.head
-        if tape.has_graph or tape.head_left:
+        if tape.graph is not None or tape.head_left:
             tape.outputs = outputs
         detached = each(outputs, torch.Tensor.detach)
         if tape.first is not None:
             self._reruns += 1
-            if self._always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
+            if self._guard.always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
                 tape.first.keep(detached)
         return detached
 
-    def _rerun(self, tape: Tape) -> None:
+    def _rerun(self, tape: Tape) -> Graph:
         """Run F once more, for its graph."""
         assert tape.first is not None
-        tape.has_graph = True
         # New leaves, because hooks that the first run put on its inputs are put on again.
         tape.inputs = anew(tape.inputs)
         with tape.first.again():
-            tape.outputs = self._outputs(tape)
+            tape.outputs = self._outputs(tape, tracked=True)
         tape.first.compare(tape.outputs)
         self._compared.add(_shapes(tape.inputs))
+        assert tape.graph is not None
+        return tape.graph
 
-    def _outputs(self, tape: Tape) -> Tensors:
-        """Run the module, with a graph if the tape has one."""
-        guard, look = self._guard, tape.look
-        if tape.has_graph:
-            kind = type(tape.versions), len(self.learns)
-            if kind != self._kind:  # what the graph may end at has changed
-                self._kind, guard.graphs = kind, 0
-            look.checked = guard.due(tape.batch)
-        weights = _NOTHING_ELSE if tape.versions is None else tape.versions.computing(checked=look.checked)
+    def _outputs(self, tape: Tape, *, tracked: bool) -> Tensors:
+        """Run the module, with a graph if `tracked`."""
+        guard, versions = self._guard, tape.versions
+        if type(versions) is not self._kind:  # what a graph may end at has changed
+            self._kind, guard.graphs = type(versions), 0
+        learns = self.learns if versions is None else versions.learns
+        graph = tape.graph = Graph(guard, learns, tape.inputs, tape.batch.looked) if tracked else None
+        checked = graph is not None and graph.checked
+        weights = _NOTHING_ELSE if versions is None else versions.computing(checked=checked)
         part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
         function = partial(run_module, self.module, what=self._output)
         run = partial(tape.batch.draws.run, part, device, run_unchanged, function, tape.inputs, guard.owner)
-        if not tape.has_graph:
+        if graph is None:
             with weights, torch.no_grad():
                 return run()
-        # A micro-batch may come here before the first walk of the one whose graph was looked through.
-        look.suspect = guard.unknown
-        learns = self.learns if tape.versions is None else tape.versions.learns
-        leaves = [*learns, *tape.inputs] if look.checked else []
-        before = RemovableHandle.next_id
-        with weights, guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+        PRESENT.microbatch = graph  # for `nwise.inject`
+        with weights, graph.watching([*learns, *tape.inputs]) if checked else _UNWATCHED as seen:
             outputs = run()
-        if look.checked:
+        if checked:
             refuse_attributes(outputs, self._output)
-            guard.look_through(outputs, leaves, dict(self.module.named_parameters()), seen, look)
-        elif RemovableHandle.next_id - before != guard.registered:
-            guard.notice(outputs, RemovableHandle.next_id - before, look)
+        if checked or RemovableHandle.next_id != graph.expected:
+            graph.look(outputs, self.module, *seen)
         guard.graphs += 1  # a graph that was refused is looked through again
         return outputs
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
-        batch, m, flow = tape.batch, tape.microbatch, tape.flow
+        batch, m, flow, guard = tape.batch, tape.microbatch, tape.flow, self._head_guard
         target, weight = batch.targets[m], batch.weights[m][self.index]
         part, device = ("head", self.index, m), tape.outputs[0].device
         leaves = as_leaves(tape.outputs, tracked=flow.own)
-        guard, look = self._head_guard, Look(checked=self._head_guard.due(batch))
-        before = RemovableHandle.next_id
-        with guard.watching(leaves) if look.checked else _UNWATCHED as seen:
+        graph = PRESENT.microbatch = Graph(guard, self.head_learns, leaves, batch.looked)
+        with graph.watching(leaves) if graph.checked else _UNWATCHED as seen:
             loss = batch.draws.run(part, device, run_unchanged, self._loss, leaves, guard.owner, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             result = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -250,25 +241,23 @@ class Stage:
                 "with it. Found a loss without gradient; make the output floating-point and the head differentiable."
             )
         if wrt and loss.requires_grad and counts:
-            seeds, tape.share = [full_like(loss, weight)], batch.samples[m]
-            if look.checked:
-                named = {} if self.head is None else dict(self.head.named_parameters())
-                guard.look_through([loss], wrt, named, seen, look)
-            elif RemovableHandle.next_id - before != guard.registered:
-                guard.notice([loss], RemovableHandle.next_id - before, look)
-            if guard.wary:
-                guard.prepare(look, tape)
+            seeds, graph.share = [full_like(loss, weight)], batch.samples[m]
+            if graph.checked or RemovableHandle.next_id != graph.expected:
+                graph.look([loss], self.head, *seen)
             guard.graphs += 1
-            if look.suspect or look.hooked:
-                guard.walk([loss], seeds, wrt, wrt, look, tape, again=False)
+            if guard.foreign or guard.adds:
+                graph.prepare()
+            if graph.suspect or graph.hooked:
+                graph.walk([loss], seeds, wrt, retain_graph=False, alone=True)
             else:
                 add_gradients([loss], seeds, wrt, retain_graph=False)
         elif not counts:  # zeros, so its auxiliary losses count; the gradient of a mean over no terms would be nan
             for leaf in filter(asks, leaves):
                 leaf.grad = torch.zeros_like(leaf)
-        tape.own = guard.apart(tuple(map(_gradient, leaves)))
+        gradients = tuple(map(_gradient, leaves))
+        tape.own = _clones(gradients) if guard.foreign else gradients
         tape.head_left = False
-        if not tape.has_graph:
+        if tape.graph is None:
             tape.outputs = ()
         value = loss.detach()
         if not counts or isinstance(weight, Tensor):  # the mean over no terms is nan
@@ -286,82 +275,74 @@ class Stage:
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
-        # A pass walks the kept graph back from the outputs to the tensors in `wanted`, and autograd skips everything else:
+        # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
+        graph = tape.graph or self._rerun(tape)
+        tape.passes_left -= 1
+        again, versions = tape.passes_left > 0, tape.versions
+        checks: AbstractContextManager[None] = _NOTHING_ELSE
+        if graph.checked:
+            checks = graph.without_updates(self.learns, () if tape.first is None else tape.first.lent)
+        PRESENT.microbatch = graph
+        with _NOTHING_ELSE if versions is None else versions.passing(), checks:
+            self._walk_back(tape, graph, kind, message, again)
+        gradients = self._take(tape, graph, again) if kind is not Kind.WEIGHT_GRAD or self.index == 0 else ()
+        if versions is not None and kind is not Kind.INPUT_GRAD:
+            versions.move_gradients()
+        if again and tape.first is not None and not continued and tape.kept is None:
+            tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
+            tape.graph = None
+        return gradients
+
+    def _walk_back(self, tape: Tape, graph: Graph, kind: Kind, message: int | None, again: bool) -> None:
+        """Walk a graph back for I, W or B; `again` says whether another pass will follow."""
+        # A pass walks from the outputs to the tensors in `wanted`, and autograd skips everything else:
         #
         #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
         #       I: no weight        W: ends at the first
         #       gradients           layer with parameters
-        #
-        # The graph can be walked again until the last pass, which frees it. With `recompute` it is also freed when the rank turns
-        # to other work, and another forward makes it again.
-        if not tape.has_graph:
-            self._rerun(tape)
-        tape.passes_left -= 1
-        again = tape.passes_left > 0
-        inputs, weights = kind is not Kind.WEIGHT_GRAD or self.index == 0, kind is not Kind.INPUT_GRAD
-        # An I and a later W that start from one cotangent share the walk.
-        cotangent = tape.flow.cotangent(message)
-        keeps = kind is Kind.INPUT_GRAD and tape.flow.fused == message
-        tape.share = cotangent.total * tape.batch.samples[tape.microbatch]
-        weights_used = _NOTHING_ELSE if tape.versions is None else tape.versions.passing()
-        guard, look = self._guard, tape.look
+        guard, cotangent = self._guard, tape.flow.cotangent(message)
+        graph.share = cotangent.total * tape.batch.samples[tape.microbatch]
+        if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
+            kept, tape.kept = tape.kept, None
+            kept.replay(partial(add_gradients, retain_graph=again or graph.hooked))
+            if graph.moved:  # a hook on the way to parameters alone
+                roots = list(filter(asks, tape.outputs))
+                graph.refuse_hooks(roots, roots)
+            return
+        outputs, seeds = tape.start(cotangent, apart=guard.writes)
+        if not outputs:
+            return
+        if guard.foreign or guard.adds:
+            graph.prepare()
         parameters = self.learns if tape.versions is None else tape.versions.learns  # that the graph ends at
-        checks: AbstractContextManager[None] = _NOTHING_ELSE
-        if look.checked:
-            checks = without_updates(self.learns, () if tape.first is None else tape.first.lent, self._name)
-        with weights_used, checks:
-            if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-                self._replay(tape, tape.kept, parameters, again)
+        leaves = list(filter(asks, tape.inputs)) if kind is not Kind.WEIGHT_GRAD or self.index == 0 else []
+        # An I and a later W that start from one cotangent share the walk.
+        if kind is Kind.INPUT_GRAD and tape.flow.fused == message and not graph.suspect:
+            with keep(outputs, seeds, leaves, parameters, apart=guard.writes) as tape.kept:
+                if leaves:
+                    # Without kept cotangents, W will read these once more.
+                    safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
+                    add_gradients(outputs, safe, leaves, retain_graph=True)
+            if graph.hooked:
+                graph.refuse_hooks(outputs, seeds)
+        elif wanted := leaves if kind is Kind.INPUT_GRAD else parameters + leaves:
+            if graph.suspect or graph.hooked:
+                alone = not again and not tape.walked
+                graph.walk(outputs, seeds, wanted, retain_graph=again, alone=alone)
             else:
-                leaves = list(filter(asks, tape.inputs)) if inputs else []
-                outputs, seeds = tape.start(cotangent, apart=guard.writes is not False or self._always)
-                if outputs and guard.wary:
-                    guard.prepare(look, tape)
-                keeps = keeps and not look.suspect
-                learns = parameters if weights or keeps else []
-                if outputs and keeps:
-                    with keep(outputs, seeds, leaves, learns, apart=bool(guard.writes)) as tape.kept:
-                        if leaves:
-                            # Without kept cotangents, W will read these once more.
-                            safe = seeds if tape.kept is not None else [g.clone() for g in seeds]
-                            add_gradients(outputs, safe, leaves, retain_graph=True)
-                    if look.hooked:
-                        guard.refuse_hooks(outputs, seeds, [*parameters, *filter(asks, tape.inputs)], look, tape)
-                elif outputs and (wanted := learns + leaves):
-                    if look.suspect or look.hooked:
-                        # All leaves that a pass of the micro-batch may want.
-                        everything = [*parameters, *filter(asks, tape.inputs)]
-                        guard.walk(outputs, seeds, wanted, everything, look, tape, again=again)
-                    else:
-                        add_gradients(outputs, seeds, wanted, retain_graph=again)
-                    look.walked = True
-                # A tensor's hook may write over its argument, too.
-                if cotangent.shared and (guard.writes is None or self._always):
-                    guard.writes = guard.writes or tape.differs(cotangent, seeds)
-        gradients = self._take(tape, again) if inputs else ()
-        if weights and tape.versions is not None:
-            tape.versions.move_gradients()
-        if again and tape.first is not None and not continued and tape.kept is None:
-            tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
-            tape.has_graph = False
-        return gradients
+                add_gradients(outputs, seeds, wanted, retain_graph=again)
+            tape.walked = True
 
-    def _replay(self, tape: Tape, kept: Kept, parameters: Sequence[Tensor], again: bool) -> None:
-        """Run W from the cotangents that an I has kept."""
-        look, tape.kept = tape.look, None
-        kept.replay(partial(add_gradients, retain_graph=again or look.hooked))
-        if look.moved:  # a hook on the way to parameters alone
-            roots = list(filter(asks, tape.outputs))
-            self._guard.refuse_hooks(roots, roots, parameters, look, tape)
-
-    def _take(self, tape: Tape, again: bool) -> Cotangents:
+    def _take(self, tape: Tape, graph: Graph, again: bool) -> Cotangents:
         """Take the gradients to the inputs from the leaves, which outlive the pass and would add the next message to them."""
-        gradients = self._guard.apart(tuple(map(_gradient, tape.inputs)))
+        gradients = tuple(map(_gradient, tape.inputs))
         for x in tape.inputs:
             x.grad = None
+        if self._guard.foreign:
+            gradients = _clones(gradients)
         if self.index == 0:
             tape.batch.input_gradients[tape.microbatch] = gradients
-        elif again and (tape.look.checked or self._aliases):
+        elif again and (graph.checked or self._aliases):
             apart = tape.apart(gradients)
             self._aliases |= any(a is not b for a, b in zip(apart, gradients, strict=True))
             return apart
@@ -373,23 +354,13 @@ def learning(stages: Iterable[Stage]) -> list[Tensor]:
     return [p for stage in stages for p in stage.learns + stage.head_learns]
 
 
-def _walk(root: nn.Module | None) -> tuple[list[nn.Module], list[Tensor]]:
-    """Return a module and all modules inside it, in the order of `nn.Module.modules`, and their trainable parameters."""
-    # One plain loop: torch's two generators take four times as long.
-    modules: dict[nn.Module, None] = {}
-    trainable: dict[Tensor, None] = {}
-    stack = [] if root is None else [root]
-    while stack:
-        module = stack.pop()
-        if module in modules:
-            continue
-        modules[module] = None
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                trainable[parameter] = None
-        if module._modules:
-            stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(modules), list(trainable)
+def _trainable(module: nn.Module | None) -> list[Tensor]:
+    return [] if module is None else list(filter(asks, module.parameters()))
+
+
+def _clones(gradients: Cotangents) -> Cotangents:
+    """Return gradients that no function of the user's writes over, as one does that returns a part of a workspace."""
+    return tuple(g if g is None else g.clone() for g in gradients)
 
 
 def _shapes(tensors: Tensors) -> tuple[torch.Size | None, ...]:

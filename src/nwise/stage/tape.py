@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
+from nwise.stage.guard import Graph
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
 from nwise.stage.versions import Versions
@@ -20,29 +19,6 @@ __all__ = ["Cotangents", "Tape"]
 
 # One gradient per output of a stage; None stands for zero.
 Cotangents = tuple[Tensor | None, ...]
-
-
-@dataclass(slots=True)
-class Look:
-    """What is known of a graph.
-
-    Args:
-        checked: whether it was looked through.
-        suspect: whether it may add gradients that do not come from its outputs, so its walks have to look.
-        hooked: whether it has hooks of hidden tensors, which may do so.
-        hooks: their dictionaries.
-        num_hooks: how many there were after the forward.
-        moved: what has changed a gradient: hooks, or None for one that cannot be watched.
-        walked: whether it has been walked.
-    """
-
-    checked: bool = False
-    suspect: bool = False
-    hooked: bool = False
-    hooks: Sequence[dict[int, Any]] = ()
-    num_hooks: int = 0
-    moved: list[object] = field(default_factory=list)
-    walked: bool = False
 
 
 @dataclass(slots=True)
@@ -59,9 +35,8 @@ class Tape:
         messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
         outputs: outputs of the forward.
         first: the state of the first forward, with `recompute`; otherwise None.
-        has_graph: whether `outputs` have their graph.
-        look: what is known of the graph.
-        share: weight of an auxiliary loss inside the stage (`nwise.inject`) in the present walk.
+        graph: the graph of `outputs`; None if they have none.
+        walked: whether a graph has been walked.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
         kept: cotangents that an I has kept for a later W.
@@ -76,9 +51,8 @@ class Tape:
     messages: dict[int, Cotangents] = field(default_factory=dict)
     outputs: Tensors = ()
     first: FirstRun | None = None
-    has_graph: bool = False
-    look: Look = field(default_factory=Look)
-    share: float = 1.0
+    graph: Graph | None = None
+    walked: bool = False
     head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None
@@ -86,7 +60,7 @@ class Tape:
     def release(self) -> None:
         """Drop the tensors of the micro-batch, which no action needs any more."""
         self.inputs = self.outputs = self.own = ()
-        self.messages, self.first, self.kept, self.versions = {}, None, None, None
+        self.messages, self.first, self.graph, self.kept, self.versions = {}, None, None, None, None
 
     def start(self, cotangent: Cotangent, *, apart: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * u_p``.
@@ -109,12 +83,6 @@ class Tape:
                 roots.append(output)
                 seeds.append(total.clone() if apart and cotangent.shared else total)
         return roots, seeds
-
-    def differs(self, cotangent: Cotangent, seeds: Sequence[Tensor]) -> bool:
-        """Return whether a walk has written over the gradients that it started from, which `start` returned."""
-        _, before = self.start(cotangent, apart=False)
-        pairs = zip(before, seeds, strict=True)
-        return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""

@@ -14,9 +14,10 @@ and w[2]. In each case the gradient goes to the ``.grad`` of the present paramet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from operator import call
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +46,8 @@ class Versions(ABC):
     def computing(self, *, checked: bool) -> AbstractContextManager[object]:
         """Let the body run the module's forward; `checked` says whether to check what this does."""
 
-    @abstractmethod
-    def passing(self) -> AbstractContextManager[object]:
-        """Let the body run a pass."""
-
-    def values(self) -> AbstractContextManager[object]:
-        """Let the body run with the modules in the modes of the forward, and with their other values."""
+    def passing(self) -> AbstractContextManager[None]:
+        """Let the body run a pass, with the modules in the modes of the forward, and with their other values."""
         return with_values(self._values)
 
     @contextmanager
@@ -116,7 +113,7 @@ class Stashed(Versions):
     def passing(self) -> Iterator[None]:
         # A part that runs again must find the old versions, too.
         reruns = nullcontext() if self._state is None else _finding(self._state)
-        with holding(self._module, self._parameters, self._name), reruns:
+        with super().passing(), holding(self._module, self._parameters, self._name), reruns:
             yield
 
 
@@ -138,15 +135,12 @@ class InMemory(Versions):
     @contextmanager
     def computing(self, *, checked: bool) -> Iterator[None]:
         inner: list[object] = []
-        with saved_tensors_hooks(self._pack, self._unpack), noted("__enter__", inner.append, saved_tensors_hooks):
+        with saved_tensors_hooks(self._pack, call), noted("__enter__", inner.append, saved_tensors_hooks):
             yield
         if inner:
             raise self._refused(
                 "no hooks on saved tensors inside", f"`{type(inner[0]).__name__}`, as of `torch.utils.checkpoint`"
             )
-
-    def passing(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def _refused(self, wanted: str, found: str) -> ValueError:
         return ValueError(
@@ -154,23 +148,33 @@ class InMemory(Versions):
             "`nwise.Hogwild(weights='forward')`."
         )
 
-    def _pack(self, x: Tensor) -> _Saved:
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return what reads a tensor that autograd saves."""
         plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
         found = self._owners.get(x.untyped_storage().data_ptr()) if plain else None
         if found is None:  # without the graph, which would hold itself by its hooks and outlive a step that is dropped
-            return _Saved(x.detach(), None, version(x))
-        return _Saved(x.data, found, x.data_ptr() - found[0].data_ptr())
-
-    def _unpack(self, saved: _Saved) -> Tensor:
-        x, found, number = saved
-        if found is None:
-            if version(x) != number:  # with hooks, autograd does not look
-                raise RuntimeError(
-                    f"{self._name.capitalize()} should leave what its backward needs as it is. Found a tensor of shape "
-                    f"{list(x.shape)} that was modified by an inplace operation; clone it first."
-                )
-            return x
+            return partial(self._unchanged, x.detach(), version(x))
         used, owner = found
+        return partial(self._present, x.data, used, owner, x.data_ptr() - used.data_ptr())
+
+    def _unchanged(self, x: Tensor, number: int) -> Tensor:
+        """Return a tensor that is no parameter's, with the version that it had."""
+        if version(x) != number:  # with hooks, autograd does not look
+            raise RuntimeError(
+                f"{self._name.capitalize()} should leave what its backward needs as it is. Found a tensor of shape "
+                f"{list(x.shape)} that was modified by an inplace operation; clone it first."
+            )
+        return x
+
+    def _present(self, x: Tensor, used: Tensor, owner: Tensor, start: int) -> Tensor:
+        """Return a tensor with the values of a present parameter.
+
+        Args:
+            x: the tensor.
+            used: what the forward used, in whose memory it is.
+            owner: the parameter.
+            start: distance of `x` from the beginning of `used`, in bytes.
+        """
         # A copy's, or replaced by `p.data = ...`.
         if x.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
             if _layout(used) != _layout(owner):
@@ -179,8 +183,8 @@ class InMemory(Versions):
                     f"due. Found {_layout(owner)} instead of {_layout(used)}; before the change, update while `pipe.drain()` "
                     "returns True."
                 )
-            start = owner.storage_offset() * owner.itemsize + number
-            x.set_(owner.untyped_storage(), start // x.itemsize, x.size(), x.stride())
+            place = owner.storage_offset() * owner.itemsize + start
+            x.set_(owner.untyped_storage(), place // x.itemsize, x.size(), x.stride())
         return x
 
 
@@ -203,40 +207,20 @@ class Recomputed(InMemory):
             yield
 
 
-class _Saved(NamedTuple):
-    """A tensor that autograd has saved.
-
-    Args:
-        tensor: the tensor.
-        found: what the forward used, in whose memory the tensor is, and the parameter that passes read; None for another tensor.
-        number: distance from the beginning of what the forward used in bytes, or the version of another tensor.
-    """
-
-    tensor: Tensor
-    found: tuple[Tensor, Tensor] | None
-    number: int
-
-
 @contextmanager
 def _finding(state: State) -> Iterator[None]:
     """Let a module's parts that run again in the body, under hooks on saved tensors, find a state; hooks of gradients do not."""
-    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     inside: list[AbstractContextManager[object]] = []
 
-    def entered(hooks: saved_tensors_hooks) -> None:
+    def entered(_: saved_tensors_hooks) -> None:
         inside.append(nullcontext() if inside else state.restored())
         inside[-1].__enter__()
-        enter(hooks)
 
-    def left(hooks: saved_tensors_hooks, *error: object) -> None:
-        leave(hooks, *error)
+    def left(*_: object) -> None:
         inside.pop().__exit__(None, None, None)
 
-    saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = entered, left  # type: ignore[method-assign]
-    try:
+    with noted("__enter__", entered, saved_tensors_hooks), noted("__exit__", left, saved_tensors_hooks):
         yield
-    finally:
-        saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 def _by_memory(used: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
