@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from nwise._torch import BatchNorm, share_hooks
+from nwise.checks import outside
 from nwise.held import held
 
 __all__ = ["defer_batchnorm"]
@@ -153,10 +154,10 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(module.original_name)
 
 
-def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: int) -> None:
+def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
     """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
 
-    One in evaluation mode inside a stage in training mode is frozen. `stacklevel` counts from the caller of this function.
+    One in evaluation mode inside a stage in training mode is frozen.
     """
     stages = [stage for part in module.children() for stage in part.children() if stage.training]
     frozen = {inner for stage in stages for inner in stage.modules() if not inner.training}
@@ -173,5 +174,5 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: i
             "a different function than with the whole batch, and moves any running statistics with every micro-batch "
             f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
             "`defer_batchnorm`, moves the running statistics once per mini-batch.",
-            stacklevel=1 + stacklevel,
+            stacklevel=outside(),
         )

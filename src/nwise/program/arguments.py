@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
@@ -23,7 +22,6 @@ from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
-from nwise.strategies import Strategy
 from nwise.tensors import Tensors, call, names
 
 if TYPE_CHECKING:
@@ -322,12 +320,6 @@ class Sharing:
 def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[str, T]]:
     for what, modules in (("stages", stages), ("heads", heads)):
         yield from ((f"{what}.{k}", module) for k, module in enumerate(modules) if module is not None)
-
-
-def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -> None:
-    """Warn of a window that is wider than the network; `stacklevel` counts from the caller of this function."""
-    if (text := strategy.caution(num_stages)) is not None:
-        warnings.warn(text, stacklevel=1 + stacklevel)
 
 
 def capture_of(losses: Sequence[LossFn], processes: Processes, compression: object, always: bool) -> Capture:
