@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from nwise.looks import is_due
-from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
+from nwise.microbatch import Batch, BatchDim, Dim, Parts, check_batch_dim, cut, given, leaves
 from nwise.program.arguments import check_target
 from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage.rerun import random_states_kept
 from nwise.stage.stage import LossFn, Stage
-from nwise.tensors import as_inputs, like
+from nwise.tensors import Tensors, as_inputs, like
 from nwise.terms import make_terms
 
 
@@ -113,10 +114,10 @@ class Cutter:
         rest: Sequence[Stage] = ()
         if cuts > 1 and (cuts, heads) not in self._seen:
             # The stages from the first one on are compared before the step, and the others by what they get in it.
-            rest = here
-            if here[0].index == 0 and parts.whole is not None:
-                with self._processes.watched(None), random_states_kept():
-                    rest = check_network(here, heads, parts.whole, parts.inputs, parts.sizes, parts.weights(self.terms))
+            first = None if parts.whole is None else [parts.whole, *parts.inputs]
+            with self._processes.watched(None), random_states_kept():
+                weights = parts.weights(self.terms)
+                rest = check_network(here, heads, lambda k: None if k else first, parts.sizes, weights)
             batch.watched.update(stage.index for stage in rest)
         losses = [
             WatchedLoss(stage, parts)
@@ -131,23 +132,19 @@ class Cutter:
         with random_states_kept():
             self._told |= {(cuts, loss.stage.index) for loss in losses if loss.warns(batch)}
         if rest:
+            sizes = parts.sizes[batch.draws.first :][: len(batch.inputs)]
+            entering = partial(_entered, batch, sizes=sizes, dims=parts.dims)
             with self._processes.watched(None), random_states_kept():
-                _check_entered(rest, heads, parts, batch)
+                check_network(rest, heads, entering, sizes, batch.weights)
         self._seen.add((cuts, heads))
 
 
-def _check_entered(stages: Sequence[Stage], heads: frozenset[int], parts: Parts, batch: Batch) -> None:
-    """Check stages by the inputs that they had in a step, as `check_network` does."""
-    entering, first = batch.entering, batch.draws.first
-    sizes = parts.sizes[first : first + len(batch.inputs)]
-    while stages:
-        runs = [entering[k, m] for k, m in sorted(entering) if k == stages[0].index]
-        left = stages
-        if 1 < len(runs) == len(sizes):
-            try:
-                whole = like(runs[0], [joined(xs, sizes, parts.dims) for xs in zip(*runs, strict=True)])
-            except ValueError:  # they do not say which dimension has the samples
-                pass
-            else:
-                left = check_network(stages, heads, whole, runs, sizes, batch.weights)
-        stages = stages[1:] if len(left) == len(stages) else left
+def _entered(batch: Batch, stage: int, sizes: Sequence[int], dims: Sequence[Dim]) -> Sequence[Tensors] | None:
+    """Return the inputs that a stage had in a step, of the mini-batch and of every micro-batch; None if they are unknown."""
+    runs = [batch.entering[k, m] for k, m in sorted(batch.entering) if k == stage]
+    if not 1 < len(runs) == len(sizes):
+        return None
+    try:
+        return [like(runs[0], [joined(xs, sizes, dims) for xs in zip(*runs, strict=True)]), *runs]
+    except ValueError:  # they do not say which dimension has the samples
+        return None

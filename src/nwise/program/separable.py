@@ -36,40 +36,40 @@ OTHERWISE = (
 def check_network(
     stages: Sequence[Stage],
     heads: Collection[int],
-    whole: Tensors,
-    parts: Sequence[Tensors],
+    entering: Callable[[int], Sequence[Tensors] | None],
     sizes: Sequence[int],
     weights: Sequence[Sequence[Any]],
 ) -> Sequence[Stage]:
     """Check that stages and their heads compute every sample alone; return those that could not be checked.
 
     The whole mini-batch and every micro-batch run once through copies in evaluation mode, without gradients, and once more in
-    training mode. What cannot be copied or fails ends the check.
+    training mode. What cannot be copied or fails is not checked.
 
     Args:
-        stages: stages of this process; those that follow each other from the first one on are checked.
+        stages: stages of this process.
         heads: indices of the stages whose losses are computed.
-        whole, parts: inputs of the first one, of the mini-batch and of every micro-batch.
+        entering: function that returns the inputs of a stage, of the mini-batch and of every micro-batch, or None if they are
+            unknown; not asked behind a stage that was checked.
         sizes: number of samples of every micro-batch.
         weights: their shares in each stage's loss.
 
     Raises:
         ValueError: a sample has other values in the mini-batch than in its micro-batch.
     """
-    runs: Sequence[Tensors] = [whole, *parts]
-    for i, stage in enumerate(stages):
+    made: dict[int, Sequence[Tensors]] = {}  # what the stages checked hand on, by the next stage
+    left = []
+    for stage in stages:
         k = stage.index
-        if k != stages[0].index + i:
-            return stages[i:]
-        shares = [row[k] for row in weights]
-        is_last = k == len(weights[0]) - 1
-        made = _alone(stage.module, f"Stage {k}", runs, sizes, shares if is_last else None)
-        if made is None:
-            return stages[i:]
-        runs = made
+        runs = made.pop(k, None) or entering(k)
+        shares, is_last = [row[k] for row in weights], k == len(weights[0]) - 1
+        leaving = None if runs is None else _alone(stage.module, f"Stage {k}", runs, sizes, shares if is_last else None)
+        if leaving is None:
+            left.append(stage)
+            continue
         if stage.head is not None and k in heads:
-            _alone(stage.head, f"The head of stage {k}", runs, sizes, shares)
-    return ()
+            _alone(stage.head, f"The head of stage {k}", leaving, sizes, shares)
+        made[k + 1] = leaving
+    return left
 
 
 def _alone(
