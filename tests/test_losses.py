@@ -179,7 +179,7 @@ WRAPPED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_losses_count_what_the_loss_inside_counts(name: str) -> None:
     """Regression: unrecognised losses counted samples; ignored targets shifted micro-batch weights by up to a half."""
-    assert Terms(WRAPPED[name])((torch.tensor([2, 2, 2, 1]),), 4) == 1
+    assert Terms(WRAPPED[name]).counts([(torch.tensor([2, 2, 2, 1]),)], [4]) == [1]
 
 
 @pytest.mark.usefixtures("float64")

@@ -8,7 +8,6 @@ it (GPipe, section 2.2).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from nwise._torch import BatchNorm, share_hooks
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.held import held
 
 __all__ = ["defer_batchnorm"]
@@ -169,10 +168,9 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
         and ((isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child))
     ]
     if plain and num_microbatches > 1:
-        warnings.warn(
+        warn(
             f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
             "a different function than with the whole batch, and moves any running statistics with every micro-batch "
             f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
-            "`defer_batchnorm`, moves the running statistics once per mini-batch.",
-            stacklevel=outside(),
+            "`defer_batchnorm`, moves the running statistics once per mini-batch."
         )

@@ -14,7 +14,6 @@ once.
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nwise._torch import versions
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.looks import is_due
 from nwise.program.mixing import mixes
 from nwise.runtime.processes import Processes
@@ -94,13 +93,12 @@ class Habits:
         updates = {p for group in optimizer.param_groups for p in group["params"]}
         apart = self._processes.num_ranks > 1 and updates.intersection(learning(self.stages))
         if apart and mixes(optimizer, closure=closure):
-            warnings.warn(
+            warn(
                 "An optimizer should update each parameter by its own gradient alone under several processes, because each "
                 f"process has the parameters of its stages only. Found {type(optimizer).__name__}, whose updates depend on the "
                 "gradients of other parameters, as by a norm over all of them, and differ from those of one process; train in "
                 "one process, or use an optimizer without such a norm after `nwise.clip_grad_norm_(pipe, max_norm)`. This "
-                "warning appears once.",
-                stacklevel=outside(),
+                "warning appears once."
             )
 
     def before_step(self) -> None:
@@ -135,11 +133,10 @@ class Habits:
         held = _held() if stays else set()
         if found := [stage.index for stage in stays if not held.intersection(stage.head_learns)]:
             self._warned_of_heads = True
-            warnings.warn(
+            warn(
                 f"Heads should be trained with their stages. Found gradients of the heads of stages {found} that no "
                 "optimizer has used in two updates; give the optimizer `pipe.parameters()`, or freeze these heads "
-                "(`requires_grad_(False)`). This warning appears once.",
-                stacklevel=outside(),
+                "(`requires_grad_(False)`). This warning appears once."
             )
 
     def look_at_factors(self) -> None:
@@ -168,7 +165,7 @@ class Habits:
                 )
             if said and not self._warned:
                 self._warned = True
-                warnings.warn(f"{said} This warning appears once.", stacklevel=outside())
+                warn(f"{said} This warning appears once.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without the tensors of a comparison and the hook."""

@@ -5,7 +5,6 @@ strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from operator import index, is_
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
-from nwise.checks import check_at_least, outside
+from nwise.checks import check_at_least, warn
 from nwise.flow import Flows, flows_for
 from nwise.program.summary import count, describe
 from nwise.runtime.processes import Processes
@@ -223,4 +222,4 @@ class Program(nn.Module):
     def _warn_of_windows(self) -> None:
         """Warn of a window that is wider than the network."""
         if (text := self._strategy.caution(self.num_stages)) is not None:
-            warnings.warn(text, stacklevel=outside())
+            warn(text)

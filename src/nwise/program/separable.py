@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import BatchNorm, Norm, clear_forward_hooks, versions
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.held import held
 from nwise.microbatch import Batch, Dim, Parts
 from nwise.randomness import seeded
@@ -108,11 +108,10 @@ def _alone(
         except Exception:
             apart = False
         if apart:  # this warning appears once
-            warnings.warn(
+            warn(
                 f"{name} should compute every sample alone in training mode, too. Found other values for the whole mini-batch "
                 f"than for its {len(sizes)} micro-batches, as of a batch normalisation that is written by hand, so the gradients "
-                f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}.",
-                stacklevel=outside(),
+                f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}."
             )
     return made
 
@@ -314,11 +313,10 @@ class WatchedLoss:
                 return False  # it draws random numbers
         except Exception:  # a loss may not take another size
             return False
-        warnings.warn(
+        warn(
             f"The loss of stage {k} should be a mean over the samples, or over terms that its method `count(target)` counts. "
             f"Found {float(whole):.6g} for the whole mini-batch and {float(apart):.6g} from {len(order)} micro-batches, so the "
-            f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once.",
-            stacklevel=outside(),
+            f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once."
         )
         return True
 
