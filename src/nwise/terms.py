@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -105,8 +104,9 @@ class Terms:
         counts = [float(size) if y is None else self._terms(y, size, options) for y, size in pairs]
         if on_device:
             return counts
-        for tensor in chain.from_iterable(y or () for y in targets) if self._warns_of_ignored else ():
-            self._warn_of_ignored(tensor)
+        for target in targets:
+            for tensor in target if target and self._warns_of_ignored else ():
+                self._warn_of_ignored(tensor)
         counts = list(map(float, counts))
         for count in counts:
             if not 0 <= count < math.inf:
@@ -156,7 +156,7 @@ class Terms:
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
             return
         least = int(labels.min())
-        if self._warns_of_ignored and least < 0 and not bool((labels.abs() == 1).all()):  # -1 and 1 are the labels of pairs and margins
+        if least < 0 and not bool((labels.abs() == 1).all()):  # -1 and 1 are the labels of pairs and margins
             self._warns_of_ignored = False
             warn(
                 f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
