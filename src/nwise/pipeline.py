@@ -228,9 +228,10 @@ class Pipeline(Program):
             nwise.runtime.watch.RankError: a rank failed.
         """
         arguments.check_surroundings()
-        processes, m = self.processes, self.num_microbatches
+        processes, m = self.processes, self._num_microbatches
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        arguments.check_same_batch(processes, parts)
+        if processes.size > 1:
+            arguments.check_same_batch(processes, parts)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)

@@ -169,9 +169,9 @@ def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head"
             )
 
 
-def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
+def check_inputs(inputs: Tensors, first: nn.Module) -> None:
     """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
-    if target is None and len(inputs) > 1 and not _takes(first, inputs):
+    if not _takes(first, inputs):
         given = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
         raise TypeError(
             f"The first stage should get the inputs that its forward takes. Found {given} and no target; pass the target by "
@@ -212,7 +212,7 @@ def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
     equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
     """
-    if processes.size > 1 and is_due(processes.progress.steps + 1):
+    if is_due(processes.progress.steps + 1):
         used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
         processes.agree(inputs=_code(used), target=_code(parts.targets))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nwise.looks import is_due
 from nwise.microbatch import Batch, BatchDim, Dim, Parts, check_batch_dim, cut, given, leaves
-from nwise.program.arguments import check_target
+from nwise.program.arguments import check_inputs
 from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
@@ -79,7 +79,8 @@ class Cutter:
         if targets is not None:
             raise TypeError("`targets` should come with `microbatches`. Found none; pass `target=`.")
         whole = as_inputs(inputs, named, "The input of `step`")
-        check_target(whole, target, self._stages[0].module)
+        if target is None and len(whole) > 1:
+            check_inputs(whole, self._stages[0].module)
         return cut(whole, target, num_microbatches, num_replicas, self._batch_dim)
 
     def check_samples_first(self, what: str) -> None:
