@@ -16,8 +16,6 @@ from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
 from nwise.looks import is_due
 from nwise.microbatch import Parts
-from nwise.network.chain import Chain
-from nwise.network.unsaved import emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
 from nwise.runtime.processes import Processes
@@ -256,6 +254,9 @@ def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
     """Refuse to let buffers come out of a function such as that of `to_empty` with meaningless values; chains see to theirs."""
+    from nwise.network.chain import Chain
+    from nwise.network.unsaved import emptied_buffers, refuse_buffers
+
     for module in modules:
         refuse_buffers(() if isinstance(module, Chain) else emptied_buffers(module, fn))
 

@@ -9,14 +9,13 @@ from functools import partial
 from typing import Any
 
 from nwise.looks import is_due
-from nwise.microbatch import Batch, BatchDim, Dim, Parts, check_batch_dim, cut, given, leaves
+from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.program.arguments import check_inputs
-from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage.rerun import random_states_kept
 from nwise.stage.stage import LossFn, Stage
-from nwise.tensors import Tensors, as_inputs, like
+from nwise.tensors import as_inputs
 from nwise.terms import make_terms
 
 
@@ -110,6 +109,8 @@ class Cutter:
 
     @contextmanager
     def _looking(self, parts: Parts, batch: Batch, heads: frozenset[int]) -> Iterator[None]:
+        from nwise.program.separable import WatchedLoss, check_network, entered
+
         cuts = 0 if parts.whole is None else len(parts.inputs)
         here = [self._stages[k] for k in self._processes.here]
         rest: Sequence[Stage] = ()
@@ -134,18 +135,7 @@ class Cutter:
             self._told |= {(cuts, loss.stage.index) for loss in losses if loss.warns(batch)}
         if rest:
             sizes = parts.sizes[batch.draws.first :][: len(batch.inputs)]
-            entering = partial(_entered, batch, sizes=sizes, dims=parts.dims)
+            entering = partial(entered, batch, sizes=sizes, dims=parts.dims)
             with self._processes.watched(None), random_states_kept():
                 check_network(rest, heads, entering, sizes, batch.weights)
         self._seen.add((cuts, heads))
-
-
-def _entered(batch: Batch, stage: int, sizes: Sequence[int], dims: Sequence[Dim]) -> Sequence[Tensors] | None:
-    """Return the inputs that a stage had in a step, of the mini-batch and of every micro-batch; None if they are unknown."""
-    runs = [batch.entering[k, m] for k, m in sorted(batch.entering) if k == stage]
-    if not 1 < len(runs) == len(sizes):
-        return None
-    try:
-        return [like(runs[0], [joined(xs, sizes, dims) for xs in zip(*runs, strict=True)]), *runs]
-    except ValueError:  # they do not say which dimension has the samples
-        return None

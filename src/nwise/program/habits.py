@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nwise._torch import versions
 from nwise.checks import warn
 from nwise.looks import is_due
-from nwise.program.mixing import mixes
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
@@ -90,6 +89,8 @@ class Habits:
 
     def _try(self, optimizer: Optimizer, *, closure: bool) -> None:
         """Warn of an optimizer that mixes parameters, of which this process has a part."""
+        from nwise.program.mixing import mixes
+
         updates = {p for group in optimizer.param_groups for p in group["params"]}
         apart = self._processes.num_ranks > 1 and updates.intersection(learning(self.stages))
         if apart and mixes(optimizer, closure=closure):

@@ -72,6 +72,17 @@ def check_network(
     return left
 
 
+def entered(batch: Batch, stage: int, sizes: Sequence[int], dims: Sequence[Dim]) -> Sequence[Tensors] | None:
+    """Return the inputs that a stage had in a step, of the mini-batch and of every micro-batch; None if they are unknown."""
+    runs = [batch.entering[k, m] for k, m in sorted(batch.entering) if k == stage]
+    if not 1 < len(runs) == len(sizes):
+        return None
+    try:
+        return [like(runs[0], [joined(xs, sizes, dims) for xs in zip(*runs, strict=True)]), *runs]
+    except ValueError:  # they do not say which dimension has the samples
+        return None
+
+
 def _alone(
     module: nn.Module, name: str, runs: Sequence[Tensors], sizes: Sequence[int], shares: Sequence[float] | None
 ) -> Sequence[Tensors] | None:
