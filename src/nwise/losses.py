@@ -8,7 +8,6 @@ number, or a tensor of one.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nwise.checks import warn
 from nwise.tensors import Tensors, names
 
 __all__ = ["AT_ONCE", "Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
@@ -169,17 +169,14 @@ class Divergence:
         step, means, ran, arrived = self._unseen.popleft()
         if arrived is not None:
             arrived.synchronize()
-        for k, value in enumerate(means.tolist()):
-            if k not in ran or math.isfinite(value):
-                continue
+        lost = [(k, value) for k, value in enumerate(means.tolist()) if k in ran and not math.isfinite(value)]
+        if lost:
             self._warned = True
             self._unseen.clear()
-            warnings.warn(
-                f"The loss of stage {k} should be a finite number. Found {value} in step {step}; lower the rate, "
-                "clip, or skip such steps (`losses.diverged`). This warning appears once.",
-                stacklevel=3,  # at the caller of `step`
+            warn(
+                f"The loss of stage {lost[0][0]} should be a finite number. Found {lost[0][1]} in step {step}; lower the rate, "
+                "clip, or skip such steps (`losses.diverged`). This warning appears once."
             )
-            return
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):

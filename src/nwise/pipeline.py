@@ -17,7 +17,7 @@ from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
 from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
-from nwise.program.cutting import Cutter
+from nwise.program.cutting import Cutter, check_input_gradients, check_same_batch, check_surroundings
 from nwise.program.habits import Habits
 from nwise.program.program import Program
 from nwise.randomness import Draws, derive, preserved
@@ -227,17 +227,17 @@ class Pipeline(Program):
             ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        arguments.check_surroundings()
+        check_surroundings()
         processes, m = self.processes, self._num_microbatches
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
         if processes.size > 1:
-            arguments.check_same_batch(processes, parts)
+            check_same_batch(processes, parts)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
         schedule, engine = self._next_schedule(structure), self._connected(parts.inputs[0])
         if asked:
-            arguments.check_input_gradients(processes, schedule.oldest)
+            check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         number, seed, terms = self._steps, derive(self._seed, self._steps), self._cutter.terms
         looks = self._hooks, self._cutter.looking, self.on_action

@@ -142,7 +142,7 @@ def _outputs(
     whole, again = (_run(used, runs[0], seed=seed) for seed in (0, 1))  # a generator that it holds moves on
     parts = [_run(fresh(), inputs, seed=0) for inputs in runs[1:]]
     columns = list(zip(*parts, strict=True))
-    if any(_gap(x, y, noise) for x, y in zip(whole, again, strict=True)):
+    if any(_differ(x, y, noise) for x, y in zip(whole, again, strict=True)):
         # It draws random numbers. The next modules are checked with those of the parts.
         return [like(parts[0], [joined(xs, sizes, ()) for xs in columns]), *parts], False
     return [whole, *parts], not all(_agree(y, xs, sizes, shares, noise) for y, xs in zip(whole, columns, strict=True))
@@ -178,16 +178,15 @@ def _agree(
         return True
     dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
     if not dims:  # a tensor that every micro-batch has whole, or a mean over samples
-        if shares is None or not any(_gap(whole, part, noise) for part in parts):
+        if shares is None or not any(_differ(whole, part, noise) for part in parts):
             return True
-        return not _gap(
-            whole, torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0), noise
-        )
+        mean = torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0)
+        return not _differ(whole, mean, noise)
     follows = all((whole.size(d), *(x.size(d) for x in parts)) == (sum(sizes), *sizes) for d in dims)
     if len(dims) > 1:
         return not follows  # values for pairs of samples
     joined = torch.cat(list(parts), dims[0])
-    return joined.shape != whole.shape or not _gap(whole, joined, noise) or not follows
+    return joined.shape != whole.shape or not _differ(whole, joined, noise) or not follows
 
 
 def _double(module: nn.Module, *, training: bool) -> Callable[[], nn.Module]:
@@ -229,8 +228,8 @@ def _eps(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
-def _gap(a: Tensor, b: Tensor, noise: float = 0.0) -> float:
-    """Return the largest difference between two tensors relative to their largest value; 0 within rounding.
+def _differ(a: Tensor, b: Tensor, noise: float = 0.0) -> bool:
+    """Return whether two tensors differ by more than rounding.
 
     Args:
         a, b: the tensors; those without gradients are not compared.
@@ -239,14 +238,14 @@ def _gap(a: Tensor, b: Tensor, noise: float = 0.0) -> float:
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point() or not a.numel():
-        return 0.0
+        return False
     bound = max(noise, _eps(a), _eps_of_autocast(a.device)) ** 0.5
-    relative = _difference(a, b)
     # GPUs choose another algorithm for another size.
-    return relative if relative > max(bound, 0.01 if a.device.type == "cuda" else 0.0) else 0.0
+    return _difference(a, b) > max(bound, 0.01 if a.device.type == "cuda" else 0.0)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference between two tensors, relative to their largest value."""
     a, b = a.detach().double(), b.detach().double()
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max()
     return float(gap / torch.stack([a.abs().max(), b.abs().max()]).max())
