@@ -98,9 +98,8 @@ def _alone(
     Raises:
         ValueError: a part has other values than the same samples of the whole.
     """
-    noise = max(map(_eps, module.parameters()), default=0.0)
     try:
-        made, apart = _outputs(module, runs, sizes, shares, noise, training=False)
+        made, apart = _outputs(module, runs, sizes, shares, training=False)
     except Exception:  # the step itself will tell
         return None
     if apart:
@@ -115,7 +114,7 @@ def _alone(
     # Torch's own modules mix no samples while they train, but for batch norms, of which nwise warns.
     if any(inner.training and not _is_torchs(inner) for inner in module.modules()):
         try:
-            _, apart = _outputs(module, runs, sizes, shares, noise, training=True)
+            _, apart = _outputs(module, runs, sizes, shares, training=True)
         except Exception:
             apart = False
         if apart:  # this warning appears once
@@ -128,16 +127,10 @@ def _alone(
 
 
 def _outputs(
-    module: nn.Module,
-    runs: Sequence[Tensors],
-    sizes: Sequence[int],
-    shares: Sequence[float] | None,
-    noise: float,
-    *,
-    training: bool,
+    module: nn.Module, runs: Sequence[Tensors], sizes: Sequence[int], shares: Sequence[float] | None, *, training: bool
 ) -> tuple[list[Tensors], bool]:
     """Return what a module makes of the whole and of every part, and whether the parts differ from the whole."""
-    fresh = _double(module, training=training)
+    fresh, noise = _double(module, training=training), max(map(_eps, module.parameters()), default=0.0)
     used = fresh()
     whole, again = (_run(used, runs[0], seed=seed) for seed in (0, 1))  # a generator that it holds moves on
     parts = [_run(fresh(), inputs, seed=0) for inputs in runs[1:]]
