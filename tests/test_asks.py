@@ -17,7 +17,7 @@ from torch.nn import functional
 import nwise
 from launch import forked, results
 from nwise.microbatch import Parts
-from nwise.program.arguments import check_same_batch
+from nwise.program.cutting import check_same_batch
 from nwise.runtime import launch as world
 from nwise.runtime.launch import check_same
 from nwise.runtime.processes import Progress

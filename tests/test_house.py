@@ -46,7 +46,6 @@ RANKS = [
         "progress",
         "randomness",
         "reference",
-        "sliced",
         "tensors",
         "terms",
     ],

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from nwise.program.mixing import mixes
+from nwise.program.apart import mixes
 from nwise.training.late import MuonWithAdam
 from ranks.habits import Normed
 

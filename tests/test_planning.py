@@ -25,7 +25,6 @@ from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
 from nwise.planning.profiling import Profile, profile
 from nwise.planning.search import Search, search
-from nwise.program.program import Program
 from nwise.schedule import Costs, best
 from nwise.schedule.find import DoesNotFit
 from nwise.schedule.memory import peak_bytes
@@ -321,7 +320,7 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
         choose("best", flows, (0, 1), None, costs, 5.0)
     pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
-    pipe._program = Program(pipe.processes, (costs, 5.0))
+    pipe._prices = costs, 5.0
     pipe.refresh()
     with pytest.warns(UserWarning, match="whatever its memory") as seen:
         pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))

@@ -8,7 +8,6 @@ it (GPipe, section 2.2).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from nwise._torch import BatchNorm, share_hooks
+from nwise.checks import warn
 from nwise.held import held
 
 __all__ = ["defer_batchnorm"]
@@ -153,10 +153,10 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in str(module.original_name)
 
 
-def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: int) -> None:
+def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
     """Warn that batch norms with several micro-batches compute a different function than with the whole batch.
 
-    One in evaluation mode inside a stage in training mode is frozen. `stacklevel` counts from the caller of this function.
+    One in evaluation mode inside a stage in training mode is frozen.
     """
     stages = [stage for part in module.children() for stage in part.children() if stage.training]
     frozen = {inner for stage in stages for inner in stage.modules() if not inner.training}
@@ -168,10 +168,9 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int, stacklevel: i
         and ((isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child))
     ]
     if plain and num_microbatches > 1:
-        warnings.warn(
+        warn(
             f"With {num_microbatches} micro-batches, batch norm normalises by each micro-batch's own statistics, "
             "a different function than with the whole batch, and moves any running statistics with every micro-batch "
             f"({', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}). `nwise.defer_batchnorm(pipe)`, in a recipe "
-            "`defer_batchnorm`, moves the running statistics once per mini-batch.",
-            stacklevel=1 + stacklevel,
+            "`defer_batchnorm`, moves the running statistics once per mini-batch."
         )

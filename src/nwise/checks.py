@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from numbers import Integral
 from typing import Any
 
-__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed", "outside"]
+__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed", "outside", "warn"]
 
 # Names that other projects use for the same method.
 _ALIASES = {
@@ -92,6 +93,11 @@ def needed(module: str, extra: str, what: str) -> Any:
         raise ImportError(
             f"{what} needs {package}, which is not installed. Install it with `pip install 'nwise[{extra}]'`."
         ) from error
+
+
+def warn(text: str) -> None:
+    """Warn at the line, outside the library, that led to the caller."""
+    warnings.warn(text, stacklevel=outside())
 
 
 def outside() -> int:

@@ -8,18 +8,20 @@ number, or a tensor of one.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from nwise.sliced import AT_ONCE, logits_of, sliced_cross_entropy
+from nwise.checks import warn
 from nwise.tensors import Tensors, names
 
 __all__ = ["AT_ONCE", "Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
+
+AT_ONCE = 2**28  # logits: half a GiB in bf16, one in float32
 
 
 class Loss(Tensor):
@@ -167,17 +169,14 @@ class Divergence:
         step, means, ran, arrived = self._unseen.popleft()
         if arrived is not None:
             arrived.synchronize()
-        for k, value in enumerate(means.tolist()):
-            if k not in ran or math.isfinite(value):
-                continue
+        lost = [(k, value) for k, value in enumerate(means.tolist()) if k in ran and not math.isfinite(value)]
+        if lost:
             self._warned = True
             self._unseen.clear()
-            warnings.warn(
-                f"The loss of stage {k} should be a finite number. Found {value} in step {step}; lower the rate, "
-                "clip, or skip such steps (`losses.diverged`). This warning appears once.",
-                stacklevel=3,  # at the caller of `step`
+            warn(
+                f"The loss of stage {lost[0][0]} should be a finite number. Found {lost[0][1]} in step {step}; lower the rate, "
+                "clip, or skip such steps (`losses.diverged`). This warning appears once."
             )
-            return
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):
@@ -204,12 +203,70 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
         if isinstance(logits, Tensor):
             return super().forward(logits.flatten(0, 1), target.flatten())
         hidden, weight = logits
-        rows = hidden.flatten(0, 1), weight, target.flatten()
-        return sliced_cross_entropy(*rows, self.ignore_index, self.label_smoothing, self.at_once)
+        rows, options = hidden.flatten(0, 1), (self.ignore_index, self.label_smoothing, self.at_once)
+        loss: Tensor = _Sliced.apply(rows, weight, target.flatten(), *options)  # type: ignore[no-untyped-call]
+        return loss
 
     def count(self, target: Tensor) -> Tensor:
         """Return the number of tokens that count."""
         return (target != self.ignore_index).sum()
+
+
+def logits_of(output: Tensor | tuple[Tensor, Tensor], tokens: slice) -> Tensor:
+    """Return the logits of some tokens, ``[N, V]``, from logits of any shape or from their factors.
+
+    >>> x, w = torch.ones(2, 3, 4), torch.ones(7, 4)
+    >>> logits_of((x, w), slice(0, 2)).equal(logits_of(x @ w.T, slice(0, 2)))
+    True
+    """
+    if isinstance(output, Tensor):
+        return output.flatten(0, -2)[tokens]
+    hidden, weight = output
+    return functional.linear(hidden.flatten(0, -2)[tokens], weight)
+
+
+class _Sliced(torch.autograd.Function):
+    """The mean cross-entropy of ``hidden @ weight.T``, whose gradients are computed with it, while the logits are there.
+
+    A vocabulary of 50,257 makes 26 GB of logits for 131,072 tokens in bf16, and as much again several times over in a loss::
+
+        for some rows:   logits = hidden @ weight.T  ->  loss, and its gradients to hidden and weight  ->  forget the logits
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, ignored: int, smoothing: float, at_once: int
+    ) -> Tensor:
+        # 131,072 tokens and a vocabulary of 50,257 at 2^28 logits: 25 slices of 5,341 tokens.
+        counted = target != ignored
+        rows = max(1, at_once // len(weight))
+        losses, to_hidden, to_weight = [], [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for x, y, counts in zip(*(part.split(rows) for part in (hidden, target, counted)), strict=True):
+            logits = functional.linear(x, weight)  # in bf16 under autocast
+            wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+            log_p, y = wide.log_softmax(-1), torch.where(counts, y, 0)[:, None]
+            del wide
+            # -(1 - s) log p[y] - s mean(log p), of every row; its gradient to the logits is p - (1 - s) onehot(y) - s / V.
+            each = (smoothing - 1) * log_p.gather(1, y)[:, 0] - smoothing * log_p.mean(-1)
+            losses.append(torch.where(counts, each, 0).sum())
+            if not any(ctx.needs_input_grad):
+                continue
+            to_logits = log_p.exp_().sub_(smoothing / len(weight))  # the probabilities minus the target
+            to_logits.scatter_add_(1, y, to_logits.new_full(y.shape, smoothing - 1)).masked_fill_(~counts[:, None], 0)
+            to_logits = to_logits.to(logits.dtype)
+            to_hidden.append((to_logits @ weight).to(hidden.dtype))
+            if to_weight is not None:
+                to_weight += to_logits.T @ x
+        # All targets ignored: the loss is 0 / 0, nan as in torch, and the gradients are zeros divided by 1.
+        count = counted.sum()
+        ctx.save_for_backward(torch.cat(to_hidden) if to_hidden else None, to_weight, count.clamp(min=1))
+        return torch.stack(losses).sum() / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *totals, count = ctx.saved_tensors
+        return (*(None if total is None else total * (gradient / count) for total in totals), None, None, None, None)
 
 
 def explain(error: Exception, where: str, inputs: Tensors, target: Tensors | None) -> None:

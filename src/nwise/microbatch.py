@@ -171,8 +171,7 @@ class Parts:
         """Return the share of each micro-batch in each stage's loss, ``[M][A]``."""
         shares: dict[Terms, list[Any]] = {}
         for of in dict.fromkeys(terms):  # equal losses share theirs
-            count, parts = of.on_device if on_device else of, zip(self.targets, self.sizes, strict=True)
-            counts = [float(size) if y is None else count(y, size) for y, size in parts]
+            counts = of.counts(self.targets, self.sizes, on_device=on_device)
             total: Any = sum(counts)
             if not may_count(total):
                 raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")

@@ -17,10 +17,9 @@ from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
 from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
-from nwise.program.cutting import Cutter
+from nwise.program.cutting import Cutter, check_input_gradients, check_same_batch, check_surroundings
 from nwise.program.habits import Habits
 from nwise.program.program import Program
-from nwise.program.settings import Settings
 from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
@@ -30,12 +29,10 @@ from nwise.runtime.processes import join
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
-from nwise.schedule.named import Order, check_order
-from nwise.schedule.schedule import Schedule
+from nwise.schedule.named import Order
 from nwise.stage.hooks import Hooks
 from nwise.stage.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
-from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 
 if TYPE_CHECKING:
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Settings):
+class Pipeline(Program):
     """A network in stages, each with a head, trained by a strategy.
 
     Args:
@@ -118,23 +115,17 @@ class Pipeline(Settings):
         batch_dim: BatchDim = 0,
         capture: bool = False,
     ) -> None:
-        super().__init__()
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
-        order, always = None if schedule is None else check_order(schedule), arguments.checks_always(checks)
-        rule, self._compression = parse(strategy), parse_compression(compress)
+        super().__init__(losses, strategy, num_microbatches, schedule, seed)
+        always, self._compression = arguments.checks_always(checks), parse_compression(compress)
         self.compress = fingerprint(self._compression)
         self.processes = join(len(given), ranks, mesh, timeout)
-        self.seed = torch.initial_seed() if seed is None else seed
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
         self._sharing = arguments.Sharing(given, given_heads, tied, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
-        # One process waits for no other, so the order with the least memory is the best.
-        self._order = order or ("depth-first" if self.processes.num_ranks == 1 else "best")
-        self._strategy, self._num_microbatches, self.steps = rule, num_microbatches, 0
-        self._last_ages: tuple[Sequence[int], int] = [0] * len(mains), num_microbatches
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
@@ -142,29 +133,21 @@ class Pipeline(Settings):
         self.warns_of_divergence, self._divergence = True, Divergence()
         self._input_asks = False
         self._observer = None if plan is None else plan.observer(self.processes)
-        prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._program = Program(self.processes, prices)
+        self._prices = plan.prices(self.processes.num_ranks) if plan else ()
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
-        self._losses = tuple(losses)
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim, always), Hooks()
         self._capture = arguments.capture_of(losses, self.processes, self._compression, always) if capture else None
         self._engine: Engine | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
-        arguments.warn_of_wide_windows(rule, len(mains), stacklevel=2)
+        self._warn_of_windows()
         self._survey()
-        self._program.measure(self.stages, self.heads)
-        self._program.check_heads(rule, num_microbatches, self.heads)
-        warn_of_microbatches(self, num_microbatches, stacklevel=2)
+        self._measure()
+        self._check_heads()
+        warn_of_microbatches(self, num_microbatches)
         facts = {"num_microbatches": num_microbatches, "seed": self.seed, "compress": self.compress}
-        self.processes.agree(strategy=rule.name, placement=list(self.processes.placement), **facts)
-
-    @property
-    def credit(self) -> Tensor:
-        """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
-        turn = self.strategy.turn(self.steps, 0)
-        return self.strategy.credit(self.num_stages, turn).detach().to("cpu", torch.float64)
+        self.processes.agree(strategy=self.strategy.name, placement=list(self.processes.placement), **facts)
 
     def main_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the main network."""
@@ -173,10 +156,6 @@ class Pipeline(Settings):
     def head_parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the heads."""
         return self.heads.parameters()
-
-    def summary(self) -> str:
-        """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
-        return self._program.summary(self.strategy, self.steps, self.num_microbatches, self.stages, self.heads)
 
     def forward(self, *inputs: Input, **named: Tensor) -> Any:
         """Run the main network; all processes call it. Return its output, None in processes without the last stage."""
@@ -248,16 +227,17 @@ class Pipeline(Settings):
             ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
             nwise.runtime.watch.RankError: a rank failed.
         """
-        arguments.check_surroundings()
-        processes, m = self.processes, self.num_microbatches
+        check_surroundings()
+        processes, m = self.processes, self._num_microbatches
         parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        arguments.check_same_batch(processes, parts)
+        if processes.size > 1:
+            check_same_batch(processes, parts)
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
-        schedule, engine = self._next_schedule(), self._connected(parts.inputs[0])
+        schedule, engine = self._next_schedule(structure), self._connected(parts.inputs[0])
         if asked:
-            arguments.check_input_gradients(processes, schedule.oldest)
+            check_input_gradients(processes, schedule.oldest)
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         number, seed, terms = self._steps, derive(self._seed, self._steps), self._cutter.terms
         looks = self._hooks, self._cutter.looking, self.on_action
@@ -299,8 +279,8 @@ class Pipeline(Settings):
             True if they will; False if there are none, or if the delay is shorter now. A later change drops them with a warning.
         """
         self.forget_pending()
-        self._survey()
-        return bool(gradients) and self._connected(()).restore(self._next_schedule(), self.steps, gradients)
+        structure = self._survey()
+        return bool(gradients) and self._connected(()).restore(self._next_schedule(structure), self.steps, gradients)
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
@@ -312,10 +292,6 @@ class Pipeline(Settings):
     def close(self) -> None:
         """End the exchange between processes after the last step; all of them call it. A single process need not."""
         self.processes.close()
-
-    def needed_heads(self) -> set[int]:
-        """Return the indices of the stages whose auxiliary heads run under the strategy."""
-        return self._program.needed_heads(self.strategy, self.num_microbatches, self.heads)
 
     def forget_pending(self, because: str = "") -> int:
         """Drop the mini-batches whose gradients are still due; all processes call it. Return their number; with a cause, warn."""
@@ -353,20 +329,16 @@ class Pipeline(Settings):
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
         heads = self.heads.by_stage(self.num_stages)
-        self._program.shared = self._sharing.check(list(self.stages), heads)
+        self._shared = self._sharing.check(list(self.stages), heads)
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
         learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
-        self._program.set_trainable(learn)
+        self._set_trainable(learn)
         allow_several_passes(modules)
         arguments.refuse_wrappers(modules, several=self.processes.size > 1)
         self._input_asks = input_asks
         self._structure = Structure((self.stages, self.heads), modules, learning(self.habits.stages))
         return self._structure
-
-    def _next_schedule(self) -> Schedule:
-        settings = self._strategy, self._num_microbatches, self.heads, self._order
-        return self._program.schedule(*settings, self._structure)
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
@@ -390,7 +362,7 @@ class Pipeline(Settings):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        return {**self.__dict__, "_engine": None, "_structure": None}
+        return {**self.__dict__, "_engine": None, "_structure": None, "_chosen": None}
 
 
 def _forget(pipe: Pipeline, _: object) -> None:  # a function, because a method would keep the pipeline alive

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nwise._torch import MODULE_CALLS, uncompiled, version
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
@@ -87,23 +86,41 @@ class Terms:
             )
         return options
 
-    def __call__(self, target: Tensors, samples: int) -> float:
-        """Count the terms of a micro-batch's target, which has so many samples."""
-        for tensor in target if self._warns_of_ignored else ():
-            self._warn_of_ignored(tensor)
-        count = float(self.on_device(target, samples))
-        if not 0 <= count < math.inf:
-            raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
-        return count
+    def counts(
+        self, targets: Sequence[Tensors | None], samples: Sequence[int], *, on_device: bool = False
+    ) -> list[float | Tensor]:
+        """Count the terms of every micro-batch's target; without a target these are the samples.
 
-    def on_device(self, target: Tensors, samples: int) -> float | Tensor:
+        Args:
+            targets: the target of every micro-batch, or None.
+            samples: number of samples of every micro-batch.
+            on_device: whether a number that depends on values stays on the device, if a loss of no terms is harmless.
+
+        Raises:
+            ValueError: the loss's own method returns no number of terms.
+        """
+        options = self._options()
+        pairs = zip(targets, samples, strict=True)
+        counts = [float(size) if y is None else self._terms(y, size, options) for y, size in pairs]
+        if on_device:
+            return counts
+        for target in targets:
+            for tensor in target if target and self._warns_of_ignored else ():
+                self._warn_of_ignored(tensor)
+        counts = list(map(float, counts))
+        for count in counts:
+            if not 0 <= count < math.inf:
+                raise ValueError(f"`count` of the loss should be a number of terms, 0 or more. Found {count}.")
+        return counts
+
+    def _terms(self, target: Tensors, samples: int, options: Mapping[str, Any]) -> float | Tensor:
         """Return the number of terms, as a tensor on the device if it depends on values and a loss of no terms is harmless."""
         if self._count is not None:
             count = self._count(as_argument(target))
             # A loss of the user's may be 0/0 for a micro-batch without terms, so its count has to be known before.
             return count.double() if isinstance(count, Tensor) and self.known else float(count)
         # Targets of 3 and 1 counted tokens: the whole mean is (3 a + 1 b) / 4, so they weigh 3/4 and 1/4, not halves.
-        labels, options = target[0], self._options()
+        labels = target[0]
         if self._over_elements:
             return float(labels.numel())
         if "ignore_index" not in options:
@@ -128,11 +145,10 @@ class Terms:
         """Warn once that an unknown loss may average over parts of samples, because these differ in length."""
         if self._warns_of_lengths:
             self._warns_of_lengths = False
-            warnings.warn(
+            warn(
                 f"The samples of `microbatches` should have one length if nwise does not know what the loss {self._name!r} "
                 "averages over. Found several lengths; every micro-batch is weighted by its samples. If the loss averages over "
-                "anything else, such as tokens, give it a method `count(target)`, as `nwise.losses.TokenCrossEntropy` has.",
-                stacklevel=outside(),
+                "anything else, such as tokens, give it a method `count(target)`, as `nwise.losses.TokenCrossEntropy` has."
             )
 
     def _warn_of_ignored(self, labels: Tensor) -> None:
@@ -142,12 +158,11 @@ class Terms:
         least = int(labels.min())
         if least < 0 and not bool((labels.abs() == 1).all()):  # -1 and 1 are the labels of pairs and margins
             self._warns_of_ignored = False
-            warnings.warn(
+            warn(
                 f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
                 "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
                 "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
-                "how many terms the loss averages over.",
-                stacklevel=outside(),
+                "how many terms the loss averages over."
             )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise.sliced import AT_ONCE
+from nwise.losses import AT_ONCE
 
 __all__ = [
     "Embedding",

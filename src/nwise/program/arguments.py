@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
-from nwise.looks import is_due
-from nwise.microbatch import Parts
-from nwise.network.chain import Chain
-from nwise.network.unsaved import emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
-from nwise.strategies import Strategy
-from nwise.tensors import Tensors, call, names
 
 if TYPE_CHECKING:
     from nwise.capture.capture import Capture
@@ -118,26 +107,6 @@ def checked(
     return [*sides, None], losses
 
 
-def check_surroundings() -> None:
-    """Raise ValueError if a context around a step would change its gradients.
-
-    >>> with torch.inference_mode():
-    ...     check_surroundings()
-    Traceback (most recent call last):
-    ...
-    ValueError: `step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first.
-    """
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "`step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first."
-        )
-    if caches_parametrizations():
-        raise ValueError(
-            "`step` should run outside `torch.nn.utils.parametrize.cached`, because its micro-batches and passes have graphs of "
-            "their own. Found it on; end it first."
-        )
-
-
 _WRAPPERS = {
     "DataParallel": "torch.nn.DataParallel",
     "DistributedDataParallel": "DistributedDataParallel",
@@ -171,31 +140,11 @@ def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head"
             )
 
 
-def check_target(inputs: Tensors, target: object, first: nn.Module) -> None:
-    """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
-    if target is None and len(inputs) > 1 and not _takes(first, inputs):
-        given = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
-        raise TypeError(
-            f"The first stage should get the inputs that its forward takes. Found {given} and no target; pass the target by "
-            "name, `pipe.step(x, target=y)`."
-        )
-
-
 def checks_always(checks: str) -> bool:
     """Return whether checks of what modules and losses do run in every step."""
     if checks not in ("first", "always"):
         raise ValueError(f"`checks` should be 'first' or 'always'. Found {checks!r}.")
     return checks == "always"
-
-
-def check_input_gradients(processes: Processes, delay: int) -> None:
-    """Raise ValueError for an input that requires a gradient where the step cannot give one."""
-    if processes.size > 1 or delay:
-        where = "several processes" if processes.size > 1 else "a delay"
-        raise ValueError(
-            f"The input of `step` should not require a gradient with {where}. Found one that does; make the module that computes "
-            "it a part of the first stage, or detach it."
-        )
 
 
 def placed(
@@ -208,41 +157,6 @@ def placed(
         return None, placement, int(num_microbatches or 1)
     placement.check_stages(stages)
     return placement, placement.placement, int(num_microbatches or placement.num_microbatches)
-
-
-def check_same_batch(processes: Processes, parts: Parts) -> None:
-    """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
-    equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
-    """
-    if processes.size > 1 and is_due(processes.progress.steps + 1):
-        used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
-        processes.agree(inputs=_code(used), target=_code(parts.targets))
-
-
-def _code(parts: Sequence[Tensors | None]) -> str | None:
-    """Return a text that is equal for equal tensors; None for no tensors."""
-    code, tensors = sha256(), [tensor for part in parts for tensor in part or ()]
-    for tensor in tensors:
-        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-        code.update(dense.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return code.hexdigest()[:8] if tensors else None
-
-
-def _takes(module: nn.Module, inputs: Tensors) -> bool:
-    """Return whether a module's forward accepts the inputs, judged by its signature."""
-    # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
-    outer = None
-    while outer is not module:
-        outer = module
-        if type(module) is nn.Sequential:
-            module = next(iter(module), nn.Identity())
-        elif hasattr(type(module), "entry_module"):  # a chain (`nwise.network.chain`)
-            module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
-    try:
-        call(inspect.signature(module.forward).bind, inputs)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -258,6 +172,9 @@ def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
     """Refuse to let buffers come out of a function such as that of `to_empty` with meaningless values; chains see to theirs."""
+    from nwise.network.chain import Chain
+    from nwise.network.unsaved import emptied_buffers, refuse_buffers
+
     for module in modules:
         refuse_buffers(() if isinstance(module, Chain) else emptied_buffers(module, fn))
 
@@ -322,12 +239,6 @@ class Sharing:
 def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[str, T]]:
     for what, modules in (("stages", stages), ("heads", heads)):
         yield from ((f"{what}.{k}", module) for k, module in enumerate(modules) if module is not None)
-
-
-def warn_of_wide_windows(strategy: Strategy, num_stages: int, stacklevel: int) -> None:
-    """Warn of a window that is wider than the network; `stacklevel` counts from the caller of this function."""
-    if (text := strategy.caution(num_stages)) is not None:
-        warnings.warn(text, stacklevel=1 + stacklevel)
 
 
 def capture_of(losses: Sequence[LossFn], processes: Processes, compression: object, always: bool) -> Capture:

@@ -1,21 +1,26 @@
-"""What a step does with its batch: cut it, or take it as cut; some steps also look whether the cut changes a value."""
+"""What a step does with its batch: check it, and cut it; some steps also look whether the cut changes a value."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from hashlib import sha256
+from typing import Any, cast
 
+import torch
+from torch import nn
+
+from nwise._torch import caches_parametrizations
 from nwise.held import random_states_kept
 from nwise.looks import is_due
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
-from nwise.program.arguments import check_target
-from nwise.program.separable import WatchedLoss, check_network, joined
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import LossFn, Stage
-from nwise.tensors import as_inputs, like
+from nwise.tensors import Tensors, as_inputs, call, names
 from nwise.terms import make_terms
 
 
@@ -78,7 +83,8 @@ class Cutter:
         if targets is not None:
             raise TypeError("`targets` should come with `microbatches`. Found none; pass `target=`.")
         whole = as_inputs(inputs, named, "The input of `step`")
-        check_target(whole, target, self._stages[0].module)
+        if target is None and len(whole) > 1:
+            _check_inputs(whole, self._stages[0].module)
         return cut(whole, target, num_microbatches, num_replicas, self._batch_dim)
 
     def check_samples_first(self, what: str) -> None:
@@ -108,15 +114,17 @@ class Cutter:
 
     @contextmanager
     def _looking(self, parts: Parts, batch: Batch, heads: frozenset[int]) -> Iterator[None]:
+        from nwise.program.separable import WatchedLoss, check_network, entered
+
         cuts = 0 if parts.whole is None else len(parts.inputs)
         here = [self._stages[k] for k in self._processes.here]
         rest: Sequence[Stage] = ()
         if cuts > 1 and (cuts, heads) not in self._seen:
             # The stages from the first one on are compared before the step, and the others by what they get in it.
-            rest = here
-            if here[0].index == 0 and parts.whole is not None:
-                with self._processes.watched(None), random_states_kept():
-                    rest = check_network(here, heads, parts.whole, parts.inputs, parts.sizes, parts.weights(self.terms))
+            first = None if parts.whole is None else [parts.whole, *parts.inputs]
+            with self._processes.watched(None), random_states_kept():
+                weights = parts.weights(self.terms)
+                rest = check_network(here, heads, lambda k: None if k else first, parts.sizes, weights)
             batch.watched.update(stage.index for stage in rest)
         losses = [
             WatchedLoss(stage, parts)
@@ -131,23 +139,83 @@ class Cutter:
         with random_states_kept():
             self._told |= {(cuts, loss.stage.index) for loss in losses if loss.warns(batch)}
         if rest:
+            sizes = parts.sizes[batch.draws.first :][: len(batch.inputs)]
+            entering = partial(entered, batch, sizes=sizes, dims=parts.dims)
             with self._processes.watched(None), random_states_kept():
-                _check_entered(rest, heads, parts, batch)
+                check_network(rest, heads, entering, sizes, batch.weights)
         self._seen.add((cuts, heads))
 
 
-def _check_entered(stages: Sequence[Stage], heads: frozenset[int], parts: Parts, batch: Batch) -> None:
-    """Check stages by the inputs that they had in a step, as `check_network` does."""
-    entering, first = batch.entering, batch.draws.first
-    sizes = parts.sizes[first : first + len(batch.inputs)]
-    while stages:
-        runs = [entering[k, m] for k, m in sorted(entering) if k == stages[0].index]
-        left = stages
-        if 1 < len(runs) == len(sizes):
-            try:
-                whole = like(runs[0], [joined(xs, sizes, parts.dims) for xs in zip(*runs, strict=True)])
-            except ValueError:  # they do not say which dimension has the samples
-                pass
-            else:
-                left = check_network(stages, heads, whole, runs, sizes, batch.weights)
-        stages = stages[1:] if len(left) == len(stages) else left
+def check_input_gradients(processes: Processes, delay: int) -> None:
+    """Raise ValueError for an input that requires a gradient where the step cannot give one."""
+    if processes.size > 1 or delay:
+        where = "several processes" if processes.size > 1 else "a delay"
+        raise ValueError(
+            f"The input of `step` should not require a gradient with {where}. Found one that does; make the module that computes "
+            "it a part of the first stage, or detach it."
+        )
+
+
+def check_same_batch(processes: Processes, parts: Parts) -> None:
+    """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
+    equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
+    """
+    if is_due(processes.progress.steps + 1):
+        used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
+        processes.agree(inputs=_code(used), target=_code(parts.targets))
+
+
+def check_surroundings() -> None:
+    """Raise ValueError if a context around a step would change its gradients.
+
+    >>> with torch.inference_mode():
+    ...     check_surroundings()
+    Traceback (most recent call last):
+    ...
+    ValueError: `step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "`step` should run outside `torch.inference_mode`, because it computes gradients. Found it on; end it first."
+        )
+    if caches_parametrizations():
+        raise ValueError(
+            "`step` should run outside `torch.nn.utils.parametrize.cached`, because its micro-batches and passes have graphs of "
+            "their own. Found it on; end it first."
+        )
+
+
+def _check_inputs(inputs: Tensors, first: nn.Module) -> None:
+    """Raise TypeError for ``step(x, y)`` if the first stage takes one input: the target needs its keyword."""
+    if not _takes(first, inputs):
+        given = ", ".join(names(inputs)) or f"{len(inputs)} inputs"
+        raise TypeError(
+            f"The first stage should get the inputs that its forward takes. Found {given} and no target; pass the target by "
+            "name, `pipe.step(x, target=y)`."
+        )
+
+
+def _takes(module: nn.Module, inputs: Tensors) -> bool:
+    """Return whether a module's forward accepts the inputs, judged by its signature."""
+    # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
+    outer = None
+    while outer is not module:
+        outer = module
+        if type(module) is nn.Sequential:
+            module = next(iter(module), nn.Identity())
+        elif hasattr(type(module), "entry_module"):  # a chain (`nwise.network.chain`)
+            module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
+    try:
+        call(inspect.signature(module.forward).bind, inputs)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _code(parts: Sequence[Tensors | None]) -> str | None:
+    """Return a text that is equal for equal tensors; None for no tensors."""
+    code, tensors = sha256(), [tensor for part in parts for tensor in part or ()]
+    for tensor in tensors:
+        dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        code.update(dense.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return code.hexdigest()[:8] if tensors else None

@@ -1,47 +1,192 @@
-"""The program of a pipeline: the plan of its next steps, made before any tensor work and kept until something changes.
+"""The program of a pipeline: its settings, and the plan of its next steps, made before any tensor work and kept until a change.
 
 strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the order and the placement
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import is_
+from collections.abc import Mapping, Sequence
+from operator import index, is_
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
+from nwise.checks import check_at_least, warn
 from nwise.flow import Flows, flows_for
 from nwise.program.summary import count, describe
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import strategy_ages
-from nwise.schedule.named import Order, choose
+from nwise.schedule.named import Order, check_order, choose
 from nwise.schedule.schedule import Schedule
+from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
+from nwise.strategies import strategy as parse
 
 
-class Program:
-    """Flows and schedules of a pipeline.
+class Program(nn.Module):
+    """The settings of a `Pipeline`, each checked when it is set, and what follows from them for the next step.
 
     Args:
-        processes: the processes.
-        prices: costs by which orders are compared, and the memory of every rank; empty for typical costs and no limit.
-
-    Attributes:
-        shared: two names of a parameter that is in two places, or None.
+        losses: the loss of each stage.
+        strategy, num_microbatches, schedule, seed: as `Pipeline` takes them.
     """
 
-    def __init__(self, processes: Processes, prices: tuple[Any, ...]) -> None:
-        self._processes, self._prices = processes, prices
-        self.shared: tuple[str, str] | None = None
-        self._trainable: tuple[bool, ...] = ()
-        self._key: Any = None
-        self._frozen: tuple[object, ...] = ()
-        self._schedule: Schedule | None = None
-        self._sizes: list[list[int]] = []
+    stages: nn.ModuleList
+    heads: HeadDict
+    processes: Processes
 
-    def set_trainable(self, here: Mapping[int, bool]) -> None:
+    def __init__(
+        self,
+        losses: Sequence[LossFn],
+        strategy: str | Strategy,
+        num_microbatches: int,
+        schedule: Order | None,
+        seed: int | None,
+    ) -> None:
+        super().__init__()
+        self._losses, self._strategy, self._num_microbatches = tuple(losses), parse(strategy), num_microbatches
+        self._order = None if schedule is None else check_order(schedule)
+        self.seed, self.steps = torch.initial_seed() if seed is None else seed, 0
+        self._last_ages: tuple[Sequence[int], int] = [0] * len(losses), num_microbatches
+        self._prices: tuple[Any, ...] = ()  # costs by which orders are compared, and the memory of every rank
+        self._shared: tuple[str, str] | None = None  # two names of a parameter that is in two places
+        self._trainable: tuple[bool, ...] = ()
+        self._sizes: list[list[int]] = []
+        # The schedule, and what it was made for: first as objects, which are compared quickly, then as values.
+        self._chosen: tuple[tuple[object, ...], object, Schedule] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, A."""
+        return len(self._losses)
+
+    @property
+    def loss_fns(self) -> tuple[LossFn, ...]:
+        """The loss of each stage; always those with which the pipeline was made."""
+        return self._losses
+
+    @loss_fns.setter
+    def loss_fns(self, losses: object) -> None:
+        raise AttributeError(
+            "`loss_fns` should stay the losses with which the pipeline was made. Found an assignment; make another pipeline of "
+            "the same stages, or set an attribute of the loss, such as its `weight`."
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; may be set between two steps, also by its name."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str | Strategy) -> None:
+        self._strategy = parse(strategy)
+        self._warn_of_windows()
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches per mini-batch, M; may be set between two steps."""
+        return self._num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, num_microbatches: int) -> None:
+        check_at_least(1, num_microbatches=num_microbatches)
+        if num_microbatches > self._num_microbatches:
+            warn_of_microbatches(self, num_microbatches)
+        self._num_microbatches = int(num_microbatches)
+
+    @property
+    def seed(self) -> int:
+        """The seed of random numbers in `step`; may be set between two steps, also to a number of NumPy's."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = index(seed)
+
+    @property
+    def steps(self) -> int:
+        """Number of finished mini-batches; may be set between two steps, also to a tensor from a file."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = index(steps)
+
+    @property
+    def schedule(self) -> Order:
+        """The order of work; may be set between two steps."""
+        # One process waits for no other, so the order with the least memory is the best.
+        return self._order or ("depth-first" if self.processes.num_ranks == 1 else "best")
+
+    @schedule.setter
+    def schedule(self, schedule: Order) -> None:
+        self._order = check_order(schedule)
+
+    @property
+    def credit(self) -> Tensor:
+        """The credit matrix of the next step's first micro-batch, float64 of shape ``[A, A]``."""
+        turn = self._strategy.turn(self._steps, 0)
+        return self._strategy.credit(self.num_stages, turn).detach().to("cpu", torch.float64)
+
+    @property
+    def staleness(self) -> Tensor:
+        """Updates between each stage's forward and update under the last step's strategy, ``[A, M]``."""
+        ages, num_microbatches = self._last_ages
+        return torch.tensor(ages)[:, None].expand(-1, num_microbatches)
+
+    def summary(self) -> str:
+        """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
+        self._measure()
+        sizes = [(main, head if k in self.heads else 0) for k, (main, head) in enumerate(self._sizes)]
+        m, now = self._num_microbatches, self._strategy
+        title = f"{len(sizes)} stages, {now.name}, {m} micro-batch{'es' * (m > 1)}"
+        return describe(title, sizes, self._flows()[self._steps % now.turns][0], self.credit)
+
+    def needed_heads(self) -> set[int]:
+        """Return the indices of the stages whose auxiliary heads run under the strategy."""
+        return {k for batch in self._flows() for flow in batch for k in flow.heads} - {self.num_stages - 1}
+
+    def _flows(self) -> Flows:
+        """Return the flows of the strategy's cycle of mini-batches, ``[cycle][M]``."""
+        size = self.num_stages
+        present = [*(head is not None for head in self.heads.by_stage(size)[:-1]), True]
+        return flows_for(self._strategy, size, self._num_microbatches, trainable=self._trainable, heads=present)
+
+    def _next_schedule(self, structure: object) -> Schedule:
+        """Return the schedule of the next step, that of the step before if nothing has changed.
+
+        Args:
+            structure: what it is made for; the same object as at the step before if no module or parameter has changed.
+
+        Raises:
+            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
+        """
+        settings = self._strategy, self._num_microbatches, self._order, structure
+        chosen = self._chosen
+        if chosen is not None and all(map(is_, settings, chosen[0])):
+            return chosen[2]
+        flows = self._flows()
+        key = self.schedule, flows, self.processes.placement, strategy_ages(self._strategy, flows)
+        own = key, tuple(self.heads), self._shared
+        if chosen is not None and chosen[1] == own:
+            schedule = chosen[2]
+        else:
+            self._check_heads()
+            schedule = choose(*key, *self._prices)
+            if self._shared is not None and schedule.late_stages:
+                raise ValueError(
+                    f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
+                    f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
+                )
+            name = f"{self._strategy.name} with M = {self._num_microbatches}"
+            self.processes.compare(name, (schedule.digest, flows))
+        self._chosen = settings, own, schedule
+        return schedule
+
+    def _set_trainable(self, here: Mapping[int, bool]) -> None:
         """Record whether each stage of this process has a parameter to train.
 
         Several processes exchange these facts only once, so the facts must not change.
@@ -49,8 +194,8 @@ class Program:
         Raises:
             ValueError: a stage has become trainable, or has been frozen.
         """
-        if not self._trainable or self._processes.size == 1:
-            self._trainable = tuple(self._processes.by_stage(here))
+        if not self._trainable or self.processes.size == 1:
+            self._trainable = tuple(self.processes.by_stage(here))
         for k, learns in here.items():
             if self._trainable[k] != learns:
                 raise ValueError(
@@ -58,71 +203,23 @@ class Program:
                     f"it. Found {'some parameters' if learns else 'no parameters'} to train; make a new pipeline."
                 )
 
-    def measure(self, stages: nn.ModuleList, heads: HeadDict) -> None:
+    def _measure(self) -> None:
         """Count the parameters of this process's stages and heads; the first call exchanges the numbers between all processes."""
-        here = {k: [count(stages[k]), count(heads.get(k))] for k in self._processes.here}
-        self._sizes = self._sizes or self._processes.by_stage(here)
+        here = {k: [count(self.stages[k]), count(self.heads.get(k))] for k in self.processes.here}
+        self._sizes = self._sizes or self.processes.by_stage(here)
         for k, sizes in here.items():
             self._sizes[k] = sizes
 
-    def summary(self, now: Strategy, step: int, num_microbatches: int, stages: nn.ModuleList, heads: HeadDict) -> str:
-        """Describe a step of a strategy."""
-        self.measure(stages, heads)
-        sizes = [(main, head if k in heads else 0) for k, (main, head) in enumerate(self._sizes)]
-        title = f"{len(sizes)} stages, {now.name}, {num_microbatches} micro-batch{'es' * (num_microbatches > 1)}"
-        flow = self.flows(now, num_microbatches, heads)[step % now.turns][0]
-        return describe(title, sizes, flow, now.credit(len(sizes), now.turn(step, 0)))
-
-    def flows(self, now: Strategy, num_microbatches: int, heads: HeadDict) -> Flows:
-        """Return the flows of a strategy's cycle of mini-batches, ``[cycle][M]``."""
-        size = len(self._processes.placement)
-        present = [*(head is not None for head in heads.by_stage(size)[:-1]), True]
-        return flows_for(now, size, num_microbatches, trainable=self._trainable, heads=present)
-
-    def needed_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> set[int]:
-        """Return the stages whose auxiliary heads run in some mini-batch of a strategy's cycle."""
-        flows = self.flows(strategy, num_microbatches, heads)
-        return {k for batch in flows for flow in batch for k in flow.heads} - {len(self._processes.placement) - 1}
-
-    def check_heads(self, strategy: Strategy, num_microbatches: int, heads: HeadDict) -> None:
-        """Raise ValueError unless there is a head for every loss of a strategy but the last."""
-        missing = [k for k in self.needed_heads(strategy, num_microbatches, heads) if k not in heads]
+    def _check_heads(self) -> None:
+        """Raise ValueError unless there is a head for every loss of the strategy but the last."""
+        missing = [k for k in self.needed_heads() if k not in self.heads]
         if missing:
             raise ValueError(
-                f"`heads` should have a head for stage {min(missing)}, whose loss {strategy.name!r} needs. Found None; see "
+                f"`heads` should have a head for stage {min(missing)}, whose loss {self._strategy.name!r} needs. Found None; see "
                 "`nwise.heads` for builders."
             )
 
-    def schedule(
-        self, now: Strategy, num_microbatches: int, heads: HeadDict, order: Order, structure: object
-    ) -> Schedule:
-        """Return the schedule of a strategy's steps, that of the step before if nothing has changed.
-
-        Args:
-            structure: what it was made for; the same object as at the step before if no module or parameter has changed.
-
-        Raises:
-            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
-        """
-        frozen = now, num_microbatches, order, structure
-        if self._schedule is not None and self._frozen and all(map(is_, frozen, self._frozen)):
-            return self._schedule
-        flows = self.flows(now, num_microbatches, heads)
-        key = order, flows, self._processes.placement, strategy_ages(now, flows)
-        own = key, tuple(heads), self.shared
-        if self._schedule is None or self._key != own:
-            self.check_heads(now, num_microbatches, heads)
-            schedule = choose(*key, *self._prices)
-            if self.shared is not None and schedule.late_stages:
-                raise ValueError(
-                    f"Every parameter should belong to one stage or head under a delay. Found {self.shared[0]} again as "
-                    f"{self.shared[1]}; use separate heads, as `nwise.heads.copied` makes."
-                )
-            self._key, self._schedule = own, schedule
-            self._processes.compare(f"{now.name} with M = {num_microbatches}", (schedule.digest, flows))
-        self._frozen = frozen
-        return self._schedule
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle; the copy chooses its schedule again."""
-        return {**self.__dict__, "_key": None, "_schedule": None, "_frozen": ()}
+    def _warn_of_windows(self) -> None:
+        """Warn of a window that is wider than the network."""
+        if (text := self._strategy.caution(self.num_stages)) is not None:
+            warn(text)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import BatchNorm, Norm, clear_forward_hooks, versions
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.held import held
 from nwise.microbatch import Batch, Dim, Parts
 from nwise.randomness import seeded
@@ -36,40 +36,51 @@ OTHERWISE = (
 def check_network(
     stages: Sequence[Stage],
     heads: Collection[int],
-    whole: Tensors,
-    parts: Sequence[Tensors],
+    entering: Callable[[int], Sequence[Tensors] | None],
     sizes: Sequence[int],
     weights: Sequence[Sequence[Any]],
 ) -> Sequence[Stage]:
     """Check that stages and their heads compute every sample alone; return those that could not be checked.
 
     The whole mini-batch and every micro-batch run once through copies in evaluation mode, without gradients, and once more in
-    training mode. What cannot be copied or fails ends the check.
+    training mode. What cannot be copied or fails is not checked.
 
     Args:
-        stages: stages of this process; those that follow each other from the first one on are checked.
+        stages: stages of this process.
         heads: indices of the stages whose losses are computed.
-        whole, parts: inputs of the first one, of the mini-batch and of every micro-batch.
+        entering: function that returns the inputs of a stage, of the mini-batch and of every micro-batch, or None if they are
+            unknown; not asked behind a stage that was checked.
         sizes: number of samples of every micro-batch.
         weights: their shares in each stage's loss.
 
     Raises:
         ValueError: a sample has other values in the mini-batch than in its micro-batch.
     """
-    runs: Sequence[Tensors] = [whole, *parts]
-    for i, stage in enumerate(stages):
+    made: dict[int, Sequence[Tensors]] = {}  # what the stages checked hand on, by the next stage
+    left = []
+    for stage in stages:
         k = stage.index
-        if k != stages[0].index + i:
-            return stages[i:]
-        shares = [row[k] for row in weights]
-        is_last = k == len(weights[0]) - 1
-        made = _alone(stage.module, f"Stage {k}", runs, sizes, shares if is_last else None)
-        if made is None:
-            return stages[i:]
-        runs = made
+        runs = made.pop(k, None) or entering(k)
+        shares, is_last = [row[k] for row in weights], k == len(weights[0]) - 1
+        leaving = None if runs is None else _alone(stage.module, f"Stage {k}", runs, sizes, shares if is_last else None)
+        if leaving is None:
+            left.append(stage)
+            continue
         if stage.head is not None and k in heads:
-            _alone(stage.head, f"The head of stage {k}", runs, sizes, shares)
-    return ()
+            _alone(stage.head, f"The head of stage {k}", leaving, sizes, shares)
+        made[k + 1] = leaving
+    return left
+
+
+def entered(batch: Batch, stage: int, sizes: Sequence[int], dims: Sequence[Dim]) -> Sequence[Tensors] | None:
+    """Return the inputs that a stage had in a step, of the mini-batch and of every micro-batch; None if they are unknown."""
+    runs = [batch.entering[k, m] for k, m in sorted(batch.entering) if k == stage]
+    if not 1 < len(runs) == len(sizes):
+        return None
+    try:
+        return [like(runs[0], [joined(xs, sizes, dims) for xs in zip(*runs, strict=True)]), *runs]
+    except ValueError:  # they do not say which dimension has the samples
+        return None
 
 
 def _alone(
@@ -87,9 +98,8 @@ def _alone(
     Raises:
         ValueError: a part has other values than the same samples of the whole.
     """
-    noise = max(map(_eps, module.parameters()), default=0.0)
     try:
-        made, apart = _outputs(module, runs, sizes, shares, noise, training=False)
+        made, apart = _outputs(module, runs, sizes, shares, training=False)
     except Exception:  # the step itself will tell
         return None
     if apart:
@@ -104,35 +114,28 @@ def _alone(
     # Torch's own modules mix no samples while they train, but for batch norms, of which nwise warns.
     if any(inner.training and not _is_torchs(inner) for inner in module.modules()):
         try:
-            _, apart = _outputs(module, runs, sizes, shares, noise, training=True)
+            _, apart = _outputs(module, runs, sizes, shares, training=True)
         except Exception:
             apart = False
         if apart:  # this warning appears once
-            warnings.warn(
+            warn(
                 f"{name} should compute every sample alone in training mode, too. Found other values for the whole mini-batch "
                 f"than for its {len(sizes)} micro-batches, as of a batch normalisation that is written by hand, so the gradients "
-                f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}.",
-                stacklevel=outside(),
+                f"are those of other statistics; use `torch.nn.BatchNorm1d` and its like, {OTHERWISE}."
             )
     return made
 
 
 def _outputs(
-    module: nn.Module,
-    runs: Sequence[Tensors],
-    sizes: Sequence[int],
-    shares: Sequence[float] | None,
-    noise: float,
-    *,
-    training: bool,
+    module: nn.Module, runs: Sequence[Tensors], sizes: Sequence[int], shares: Sequence[float] | None, *, training: bool
 ) -> tuple[list[Tensors], bool]:
     """Return what a module makes of the whole and of every part, and whether the parts differ from the whole."""
-    fresh = _double(module, training=training)
+    fresh, noise = _double(module, training=training), max(map(_eps, module.parameters()), default=0.0)
     used = fresh()
     whole, again = (_run(used, runs[0], seed=seed) for seed in (0, 1))  # a generator that it holds moves on
     parts = [_run(fresh(), inputs, seed=0) for inputs in runs[1:]]
     columns = list(zip(*parts, strict=True))
-    if any(_gap(x, y, noise) for x, y in zip(whole, again, strict=True)):
+    if any(_differ(x, y, noise) for x, y in zip(whole, again, strict=True)):
         # It draws random numbers. The next modules are checked with those of the parts.
         return [like(parts[0], [joined(xs, sizes, ()) for xs in columns]), *parts], False
     return [whole, *parts], not all(_agree(y, xs, sizes, shares, noise) for y, xs in zip(whole, columns, strict=True))
@@ -168,16 +171,15 @@ def _agree(
         return True
     dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
     if not dims:  # a tensor that every micro-batch has whole, or a mean over samples
-        if shares is None or not any(_gap(whole, part, noise) for part in parts):
+        if shares is None or not any(_differ(whole, part, noise) for part in parts):
             return True
-        return not _gap(
-            whole, torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0), noise
-        )
+        mean = torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0)
+        return not _differ(whole, mean, noise)
     follows = all((whole.size(d), *(x.size(d) for x in parts)) == (sum(sizes), *sizes) for d in dims)
     if len(dims) > 1:
         return not follows  # values for pairs of samples
     joined = torch.cat(list(parts), dims[0])
-    return joined.shape != whole.shape or not _gap(whole, joined, noise) or not follows
+    return joined.shape != whole.shape or not _differ(whole, joined, noise) or not follows
 
 
 def _double(module: nn.Module, *, training: bool) -> Callable[[], nn.Module]:
@@ -219,8 +221,8 @@ def _eps(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
-def _gap(a: Tensor, b: Tensor, noise: float = 0.0) -> float:
-    """Return the largest difference between two tensors relative to their largest value; 0 within rounding.
+def _differ(a: Tensor, b: Tensor, noise: float = 0.0) -> bool:
+    """Return whether two tensors differ by more than rounding.
 
     Args:
         a, b: the tensors; those without gradients are not compared.
@@ -229,14 +231,14 @@ def _gap(a: Tensor, b: Tensor, noise: float = 0.0) -> float:
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point() or not a.numel():
-        return 0.0
+        return False
     bound = max(noise, _eps(a), _eps_of_autocast(a.device)) ** 0.5
-    relative = _difference(a, b)
     # GPUs choose another algorithm for another size.
-    return relative if relative > max(bound, 0.01 if a.device.type == "cuda" else 0.0) else 0.0
+    return _difference(a, b) > max(bound, 0.01 if a.device.type == "cuda" else 0.0)
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference between two tensors, relative to their largest value."""
     a, b = a.detach().double(), b.detach().double()
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).max()
     return float(gap / torch.stack([a.abs().max(), b.abs().max()]).max())
@@ -314,11 +316,10 @@ class WatchedLoss:
                 return False  # it draws random numbers
         except Exception:  # a loss may not take another size
             return False
-        warnings.warn(
+        warn(
             f"The loss of stage {k} should be a mean over the samples, or over terms that its method `count(target)` counts. "
             f"Found {float(whole):.6g} for the whole mini-batch and {float(apart):.6g} from {len(order)} micro-batches, so the "
-            f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once.",
-            stacklevel=outside(),
+            f"gradients are those of another loss; give it such a method, {OTHERWISE}. This warning appears once."
         )
         return True
 

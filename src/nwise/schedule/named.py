@@ -12,13 +12,12 @@ The split keeps the cotangents of all layers between I and W (`nwise.stage.kept`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from nwise.checks import hint
+from nwise.checks import hint, warn
 from nwise.flow import Flows
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, message_ages
@@ -148,7 +147,7 @@ def choose(
         try:
             return best_order(flows, costs, placement, ages, memory=memory).schedule
         except DoesNotFit as error:
-            warnings.warn(f"{error} The pipeline runs the fastest order, whatever its memory.", stacklevel=5)
+            warn(f"{error} The pipeline runs the fastest order, whatever its memory.")
             return best_order(flows, costs, placement, ages).schedule
     return named_schedule(order, flows, placement, ages, costs)
 
