@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from nwise.checks import hint
-from nwise.network.chain import Chain
+from nwise.network.chain import Chain, refuse_buffers, unsaved_buffers
 from nwise.network.families import FAMILIES
 from nwise.network.family import CallContext, Family
-from nwise.network.unsaved import refuse_buffers, unsaved_buffers
 from nwise.randomness import preserved
 from nwise.tensors import HIDDEN_STATES, Tensors, names
 

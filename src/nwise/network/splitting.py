@@ -129,10 +129,8 @@ def split(
     if example is not None:
         rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
         refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
-    elif not unchecked:
-        _refuse_custom_forward(model, pieces)
     if not unchecked:
-        _refuse_custom_modes(model, pieces)
+        _refuse_custom(model, pieces, compared=example is not None)
     return stages
 
 
@@ -236,35 +234,26 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
     return path.count(".") < depth and type(module).forward in _RUNS_CHILDREN
 
 
-def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
-    """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    for who, module in _opened(model, pieces):
-        if lost := _custom(module, known=is_hugging_face(model)):
+def _refuse_custom(model: nn.Module, pieces: Iterable[str], *, compared: bool) -> None:
+    """Refuse a module that the stages open, if a custom forward, order of its children or change of modes would be lost."""
+    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
+    for path in ("", *sorted(opened)):
+        who, module = repr(path) if path else "`model`", model.get_submodule(path)
+        if not compared and (lost := _custom(module, known=is_hugging_face(model))):
             raise ValueError(
                 f"{who} should run its children in the order they were registered and do nothing "
                 f"else, as its stages will. Found a {type(module).__name__} with a custom {lost}, whose sums, reshapes, order or "
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
                 "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
             )
-
-
-def _refuse_custom_modes(model: nn.Module, pieces: Iterable[str]) -> None:
-    """Refuse a module whose way to change modes, such as one that keeps its norms frozen, is lost with it."""
-    for who, module in _opened(model, pieces):
         for name in ("train", "eval"):
-            method = getattr(module, name)
-            if not f"{method.__module__}.".startswith(_LIBRARIES):
+            # Such as one that keeps its norms frozen.
+            if not f"{getattr(module, name).__module__}.".startswith(_LIBRARIES):
                 raise ValueError(
                     f"{who} should change modes as `nn.Module` does, because `train` and `eval` of "
                     f"the stages reach its children one by one. Found a {type(module).__name__} with its own `{name}`; move it "
                     "into the child whose mode it changes, or pass `unchecked=True` and set the modes yourself."
                 )
-
-
-def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose children stages hold one by one, with their names in an error."""
-    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
-    return [("`model`", model), *((repr(path), model.get_submodule(path)) for path in sorted(opened))]
 
 
 def _custom(module: nn.Module, *, known: bool) -> str:

@@ -17,8 +17,7 @@ from nwise._torch import caches_parametrizations
 from nwise.checks import check_at_least
 from nwise.looks import is_due
 from nwise.microbatch import Parts
-from nwise.network.chain import Chain
-from nwise.network.unsaved import emptied_buffers, refuse_buffers
+from nwise.network.chain import Chain, emptied_buffers, refuse_buffers
 from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
 from nwise.runtime.processes import Processes
