@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -116,6 +117,31 @@ def join(chains: Iterable[Chain]) -> Chain:
     return Chain({name: piece for chain in chains for name, piece in chain.pieces().items()})
 
 
+def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the repeated blocks: the pieces of the most common class."""
+    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
+    return [name for name, piece in pieces.items() if type(piece) is kind]
+
+
+def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
+    """Group the pieces by stage; a stage begins at every name in `at`."""
+    names = list(pieces)
+    for name in at:
+        if name not in pieces:
+            longer = [other for other in names if other.endswith("." + name)]
+            suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
+            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
+    starts = [0, *(names.index(name) for name in at)]
+    # The starts rise unless a name comes twice or too early, or is the first.
+    if sorted(set(starts)) != starts:
+        raise ValueError(
+            "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "
+            f"Found {list(at)}."
+        )
+    ends = [*starts[1:], len(names)]
+    return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]
+
+
 # Buffers outside the state dict, such as the frequencies of rotary positions, have values that no file brings back. A network
 # built on the device "meta" has no values: `to_empty` gives it memory, and a file its parameters. These buffers would keep what
 # happened to be in that memory.
@@ -153,22 +179,3 @@ def refuse_buffers(names: Iterable[str]) -> None:
             "Buffers outside the state dict should have values before the network leaves the device 'meta', because no file "
             f"brings them back. Found {name!r} without; build the network on a CPU, or register the buffer as persistent."
         )
-
-
-def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
-    """Group the pieces by stage; a stage begins at every name in `at`."""
-    names = list(pieces)
-    for name in at:
-        if name not in pieces:
-            longer = [other for other in names if other.endswith("." + name)]
-            suggestion = f" Did you mean {longer[0]!r}?" if longer else hint(name, names)
-            raise ValueError(f"`at` should name pieces of the network: {', '.join(names)}. Found {name!r}.{suggestion}")
-    starts = [0, *(names.index(name) for name in at)]
-    # The starts rise unless a name comes twice or too early, or is the first.
-    if sorted(set(starts)) != starts:
-        raise ValueError(
-            "`at` should name pieces in the order they run, each once and not the first, which always begins a stage. "
-            f"Found {list(at)}."
-        )
-    ends = [*starts[1:], len(names)]
-    return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]

@@ -15,9 +15,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
-from nwise.network.family import Call, CallContext, Family, attend, run, run_without_mask, skip
+from nwise.checks import hint
+from nwise.network.huggingface import Call, CallContext, Family
+from nwise.tensors import Tensors, names
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "family_for", "run_model"]
+
+
+def run(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a module with the hidden state alone."""
+    return piece(x)
+
+
+def run_without_mask(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a block of attention that sees all positions, whatever the configuration says."""
+    return piece(x, attention_mask=None)
+
+
+def attend(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Call a block of attention that sees all positions, unless the configuration says otherwise."""
+    return piece(x, attention_mask=None, **context.attention())
+
+
+def skip(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
+    """Return the hidden state as it is: the forward does not use the module, whose weights belong to the network's file."""
+    return x
 
 
 def _call_on_first_token(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
@@ -310,3 +332,25 @@ FAMILIES: dict[str, Family] = {
         }
     ),
 }
+
+
+def family_for(model: nn.Module) -> Family:
+    """Look up the family of a model by its class.
+
+    Raises:
+        ValueError: the class is unknown.
+    """
+    if (name := type(model).__name__) not in FAMILIES:
+        raise ValueError(
+            f"A Hugging Face model should be of a class in `nwise.network.families`. Found {name}.{hint(name, FAMILIES)} "
+            "Write its stages yourself, or add a `Family`."
+        )
+    return FAMILIES[name]
+
+
+def run_model(model: nn.Module, inputs: Tensors) -> Any:
+    """Return the logits of the unsplit model."""
+    named: dict[str, Any] = dict(zip(names(inputs) or family_for(model).inputs, inputs, strict=False))
+    if getattr(model.config, "is_encoder_decoder", False) or "input_ids" in named:
+        named["use_cache"] = False  # stages have no cache, and using one rounds differently
+    return model(**named, return_dict=True).logits

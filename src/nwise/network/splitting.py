@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from nwise._torch import is_compiled, uncompiled
 from nwise.checks import hint
-from nwise.network import huggingface
-from nwise.network.chain import Chain, group_pieces
+from nwise.network.chain import Chain, group_pieces, repeated_blocks
 from nwise.network.comparison import refuse_difference
-from nwise.network.huggingface import is_hugging_face as is_hugging_face
+from nwise.network.families import family_for, run_model
+from nwise.network.huggingface import changes_itself, hf_stages, is_hugging_face
 from nwise.network.origin import Origin
 from nwise.network.tied import refuse_tied
 from nwise.tensors import Input, Tensors, as_tuple, call
@@ -32,12 +31,6 @@ _RULE = (
 _HF_RULE = (
     "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
 )
-
-
-def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the repeated blocks: the pieces of the most common class."""
-    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
-    return [name for name, piece in pieces.items() if type(piece) is kind]
 
 
 class Function(nn.Module):
@@ -112,7 +105,9 @@ def split(
     names = even_starts(model, at, before) if isinstance(at, int) else at
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
-    stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    stages = (
+        hf_stages(model, family_for(model), groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    )
     # Every name of the network should be that of a stage, because no stage trains a parameter beside the children.
     if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
@@ -124,10 +119,10 @@ def split(
     for stage in stages:
         places = {name: own[name] for name in stage.places() if name in own}
         copied = [name for name, module in places.items() if stage.get_submodule(name) is not module]
-        stage.origin = Origin(model, places, [name for name in copied if not huggingface.changes_itself(own[name])])
+        stage.origin = Origin(model, places, [name for name in copied if not changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
-        rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
+        rule, run = (_HF_RULE, run_model) if is_hugging_face(model) else (_RULE, call)
         refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
     if not unchecked:
         _refuse_custom(model, pieces, compared=example is not None)
@@ -175,7 +170,7 @@ def _pieces(
             raise ValueError(
                 "`before` should be left out for a Hugging Face model, which knows its functions. Found some."
             )
-        return huggingface.family_for(model).ordered_pieces(model)
+        return family_for(model).ordered_pieces(model)
     pieces = _unroll(model, opens)
     if not pieces:
         raise ValueError(
