@@ -177,7 +177,7 @@ def test_values_are_packed_by_hand() -> None:
             ["size", {"Size": [3]}],
         ]
     }
-    assert equal(unpack(packed, lambda name, _: tensors[name]), value)
+    assert equal(unpack(packed, lambda tensor, _: tensors[tensor["name"]]), value)
     with pytest.raises(UnknownTypeError, match=r"^'a/1', a function$"):
         pack({"a": [0, equal]}, put)
     with pytest.raises(UnknownTypeError, match=r"^'', a Tensor of layout torch.sparse_coo$"):
