@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import nwise
 from architectures import VOCABULARY, tiny
-from nwise.network.families import FAMILIES
-from nwise.network.huggingface import run_model
+from nwise.network.families import FAMILIES, run_model
 from nwise.tensors import Named, Tensors, each, run_module
 
 Options = dict[str, Any]

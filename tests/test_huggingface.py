@@ -20,8 +20,7 @@ from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
 from nwise.exits import confidence
-from nwise.network.families import FAMILIES
-from nwise.network.huggingface import family_for, run_model
+from nwise.network.families import FAMILIES, family_for, run_model
 from nwise.tensors import Named, Tensors, run_module
 from test_contract import assert_same, gradients
 

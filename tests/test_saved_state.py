@@ -129,6 +129,22 @@ def test_state_of_optimizers_resumes_bitwise(optimizer: Make, tmp_path: Path) ->
     assert again.state_dict()["stages.0.a.weight"].std() > 0.1, "the updates have not vanished"
 
 
+def test_states_keep_their_order_in_memory(tmp_path: Path) -> None:
+    """Fused updates go by memory. Complex numbers are stored as pairs of real ones."""
+    pipe, again = pipeline(), pipeline()
+    update, other = transposed(pipe), torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+    for p in pipe.parameters():
+        update.state[p]["waves"] = torch.randn(4, 3, 2, dtype=torch.complex128).permute(2, 0, 1)
+        update.state[p]["whole"] = torch.randn(p.shape[:-1], dtype=torch.complex128)
+    Checkpoints(tmp_path, pipe, update).save()
+    assert Checkpoints(tmp_path, again, other).resume() == Resumed(0, "")
+    for p, q in zip(pipe.parameters(), again.parameters(), strict=True):
+        for name, expected in update.state[p].items():
+            found = other.state[q][name]
+            assert torch.equal(found, expected), name
+            assert (found.dtype, found.stride()) == (expected.dtype, expected.stride()), name
+
+
 def test_resuming_in_another_precision_casts_as_torch_does_and_says_so(tmp_path: Path) -> None:
     """Regression: weights were cast silently, but states kept their dtype, so the next update of Adam failed."""
     pipe = pipeline().double()
@@ -177,7 +193,7 @@ def test_values_are_packed_by_hand() -> None:
             ["size", {"Size": [3]}],
         ]
     }
-    assert equal(unpack(packed, lambda name, _: tensors[name]), value)
+    assert equal(unpack(packed, lambda tensor, _: tensors[tensor["name"]]), value)
     with pytest.raises(UnknownTypeError, match=r"^'a/1', a function$"):
         pack({"a": [0, equal]}, put)
     with pytest.raises(UnknownTypeError, match=r"^'', a Tensor of layout torch.sparse_coo$"):

@@ -74,7 +74,7 @@ except AttributeError as error:
 MODULE_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 COMPILED = "_orig_mod"  # name of the module inside a compiled one
 
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_module_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NODE_OF_MODULE_HOOKS = "BackwardHookFunctionBackward"  # an autograd.Function of torch itself
 _NODE_OF_EXTENSIONS = "CppFunction"
 
@@ -142,7 +142,7 @@ def gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks on its forward or backward."""
-    return any(hooks_of([module]))
+    return any(_module_hooks(module))
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
@@ -151,7 +151,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     >>> hooks_of([nn.ReLU()])
     [OrderedDict(), OrderedDict(), OrderedDict(), OrderedDict()]
     """
-    return [getattr(module, hooks) for module in modules for hooks in _MODULE_HOOKS]
+    return [hooks for module in modules for hooks in _module_hooks(module)]
 
 
 def share_hooks(module: nn.Module, other: nn.Module) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from nwise.checks import check_at_least
 from nwise.modes import evaluating
-from nwise.network.chain import Chain, join
+from nwise.network.chain import Chain, join, repeated_blocks
 from nwise.network.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
-from nwise.network.splitting import repeated_blocks
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
 __all__ = [

@@ -15,7 +15,7 @@ What is not a tensor is JSON among the facts, one object for each process of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -134,9 +134,9 @@ def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], obje
 class SavedOptimizer:
     """The part of a checkpoint that belongs to this process's optimizer.
 
-    The JSON is unpacked twice: first to find the tensors to read, then, when `fresh` has been filled, to load them::
+    The JSON is unpacked into states with memory for their tensors, `fresh` by name, which reading fills in place::
 
-        checkpoint.json -> unpack -> fresh (memory by name) -> files.read -> unpack -> load_state_dict
+        checkpoint.json -> unpack -> states, fresh -> files.read -> load_state_dict
 
     Raises:
         ValueError: what the optimizer's class adds to its `state_dict` is of other parameters.
@@ -159,27 +159,35 @@ class SavedOptimizer:
         self._counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         self._host = {name for part in parts for name in part["host"]}
         self._one = {name: first for part in parts for first, *others in part.get("same", ()) for name in others}
+        self.fresh: dict[str, Tensor] = {}
+        self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
         # What belongs to no parameter comes from the process that held this one's first stage: of parts that begin at stages 0
         # and 2, a process that begins at stage 1 gets that of 0.
         nearest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default={})
-        self._rest = nearest and nearest["rest"]
-        if self._rest:
+        get_rest = partial(self._tensor, torch.empty(0, device=next((p.device for p in self._names), None)))
+        rest = nearest and nearest["rest"]
+        self._rest = unpack(rest, get_rest) if rest else {"state": {}, "other": {}}
+        if self._rest["other"]:
             self._check_own_keys(nearest)
-        self._states = _packed_by_name(layout) | {name: s for part in parts for name, s in part["state"].items()}
+        self._states: dict[Tensor, Any] = {}
+        packed = _packed_by_name(layout) | {name: s for part in parts for name, s in part["state"].items()}
         for name, p in self._parameters.items():
             # An optimizer made of several may train a parameter by another one in another cut; it says whether it can go on.
             accepts = getattr(optimizer, "accepts_state", None)
-            if name in self._states and accepts and not accepts(p, [key for key, _ in self._states[name]["dict"]]):
-                del self._states[name]
+            if name in packed and not (accepts and not accepts(p, [key for key, _ in packed[name]["dict"]])):
+                self._states[p] = unpack(packed[name], partial(self._tensor, p))
+        # For each group the options of the saved groups that had its parameters.
+        self._options = [
+            [unpack(g["options"], get_rest) for part in parts for g in part["groups"] if names & set(g["params"])]
+            for group in groups
+            for names in [{self._names[p] for p in group["params"] if p in self._names}]
+        ]
         owners = {full.rpartition(".")[0] for full in layout}  # with a tensor in their state
         self._dropped = sorted(
             name for name in parameters.keys() - self._parameters.keys() if f"optimizer.{name}" in owners
         )
-        self.fresh: dict[str, Tensor] = {}
-        self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
-        self._unpack(settings=True)  # which finds the tensors to read, and a checkpoint in another form
         # A tensor of a state that is not in its place in the JSON would be lost without a word.
-        known = {f"optimizer.{name}": p for name, p in self._parameters.items() if name in self._states}
+        known = {f"optimizer.{self._names[p]}": p for p in self._states}
         for full in sorted(layout):
             owner, _, entry = full.rpartition(".")
             if owner in known and (known[owner], entry.rstrip("_")) not in self._placed:
@@ -189,45 +197,34 @@ class SavedOptimizer:
         """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
         saved = [name for group in part["groups"] for name in group["params"]]
         here = [self._names[p] for group in self._optimizer.param_groups for p in group["params"] if p in self._names]
-        keys = [key for key, _ in dict(self._rest["dict"])["other"]["dict"]]
-        if keys and saved != here:
+        if saved != here:
             raise ValueError(
-                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds {keys[0]!r} to "
-                f"its state dictionary. Found {len(here)} parameters here and {len(saved)} there, or another order; resume with "
-                "the same cut, or with another optimizer."
+                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds "
+                f"{next(iter(self._rest['other']))!r} to its state dictionary. Found {len(here)} parameters here and "
+                f"{len(saved)} there, or another order; resume with the same cut, or with another optimizer."
             )
 
-    def _unpack(self, *, settings: bool) -> tuple[dict[Tensor, Any], dict[str, Any], list[Any]]:
-        """Return the states of parameters, the rest, and for each group its options and those in which saved ones differ."""
-        states = {
-            p: unpack(self._states[name], partial(self._tensor, p))
-            for name, p in self._parameters.items()
-            if name in self._states
-        }
-        get_rest = partial(self._tensor, torch.empty(0, device=next((p.device for p in self._names), None)))
-        rest = unpack(self._rest, get_rest) if self._rest else {"state": {}, "other": {}}
-        groups = [self._options(group["params"], get_rest) for group in self._optimizer.param_groups if settings]
-        return states, rest, groups
-
     def load(self, *, settings: bool) -> list[str]:
-        """Put the values of `fresh` into the optimizer; return differences from the checkpoint, in words.
+        """Give the optimizer the states, whose tensors have been read; return differences from the checkpoint, in words.
 
-        With `settings` the groups get the options of the checkpoint, such as rates.
+        With `settings` the groups get the options of the checkpoint, such as rates, in which the saved groups agree.
         """
         optimizer = self._optimizer
         present = _state_dict(optimizer)
-        states, rest, options = self._unpack(settings=settings)
-        for (agreed, _), group in zip(options, present.get("param_groups", ()), strict=False):
+        differing: set[str] = set()
+        for found, group in zip(self._options, present.get("param_groups", ()), strict=False) if settings else ():
+            first = found[0] if found else {}
+            agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
             group.update(agreed)
-        differing = {k for _, others in options for k in others}
+            differing |= {k for options in found for k in options} - agreed.keys()
         # Torch's own function would cast states to the dtype of their parameters, and take a text for a list of letters.
         is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         if "state" in present:
             by_index = {} if is_torchs else _by_index(optimizer, present)
-            known = {index: states[p] for index, p in by_index.items() if p in states}
-            present["state"] = {**present["state"], **rest["state"], **known}
-        optimizer.load_state_dict({**present, **rest["other"]})
-        for p, state in states.items() if is_torchs else ():
+            known = {index: self._states[p] for index, p in by_index.items() if p in self._states}
+            present["state"] = {**present["state"], **self._rest["state"], **known}
+        optimizer.load_state_dict({**present, **self._rest["other"]})
+        for p, state in self._states.items() if is_torchs else ():
             optimizer.state[p] = state
         saved, now = self._parts[0]["defaults"] if self._parts and settings else {}, optimizer.defaults
         changed = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
@@ -238,21 +235,10 @@ class SavedOptimizer:
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
 
-    def _options(
-        self, parameters: Iterable[Tensor], get: Callable[[str, str], Tensor]
-    ) -> tuple[dict[str, Any], set[str]]:
-        """Return the options in which the saved groups of some parameters agree, and the names of the others."""
-        names = {self._names[p] for p in parameters if p in self._names}
-        saved = [group for part in self._parts for group in part["groups"] if names & set(group["params"])]
-        found = [unpack(group["options"], get) for group in saved]
-        first = found[0] if found else {}
-        agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
-        return agreed, {k for options in found for k in options} - set(agreed)
-
-    def _tensor(self, p: Tensor, name: str, place: str) -> Tensor:
-        """Return a tensor of the checkpoint, or memory for it, where an optimizer of a parameter needs it."""
+    def _tensor(self, p: Tensor, content: Mapping[str, Any], place: str) -> Tensor:
+        """Return memory for a tensor of the checkpoint, where an optimizer of a parameter needs it; see `unpack`."""
         self._placed.add((p, as_name(place).rstrip("_")))  # `put` appends "_" if a name is taken
-        name = self._one.get(name, name)
+        name = self._one.get(content["name"], content["name"])
         if name in self._parameters:
             return self._parameters[name].detach()
         if name not in self.fresh:
@@ -262,12 +248,15 @@ class SavedOptimizer:
             # As in torch, a state in the dtype of its parameter follows it.
             follows = p in self._names and not is_step and like.dtype == self._layout[self._names[p]].dtype
             dtype = p.dtype if follows else like.dtype
-            self.fresh[name] = (
-                torch.empty(like.shape, dtype=dtype, device=device)
-                if is_step or like.shape != p.shape
+            pairs = content.get("complex", False)
+            if strides := content.get("strides"):
+                strides = [*(2 * n for n in strides), 1] if pairs else strides
+                self.fresh[name] = torch.empty_strided(like.shape, strides, dtype=dtype, device=device)
+            elif is_step or pairs or like.shape != p.shape:
+                self.fresh[name] = torch.empty(like.shape, dtype=dtype, device=device)
+            else:
                 # Same strides as the parameter: fused optimizers go by memory. Parts of a DTensor stay on their mesh's device.
-                else torch.empty_like(p.detach(), dtype=dtype, device=None if is_dtensor(p) else device)
-            )
+                self.fresh[name] = torch.empty_like(p.detach(), dtype=dtype, device=None if is_dtensor(p) else device)
         return self.fresh[name]
 
 

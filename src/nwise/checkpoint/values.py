@@ -61,8 +61,13 @@ def pack(value: Any, put: Put, place: str = "", like: Tensor | None = None) -> A
     raise UnknownTypeError(f"{place!r}, a {kind}")
 
 
-def unpack(packed: Any, get: Callable[[str, str], Tensor], place: str = "") -> Any:
-    """Return the value that `pack` has packed; `get` returns a tensor by its name and its place, as `put` got it."""
+def unpack(packed: Any, get: Callable[[Mapping[str, Any], str], Tensor], place: str = "") -> Any:
+    """Return the value that `pack` has packed.
+
+    Args:
+        get: gets the JSON of each tensor (its ``name``, ``strides`` if they matter, and whether it shows ``complex`` numbers as
+            pairs) and its place, as `put` did; returns the tensor, whose memory the value shares, so it may be filled later.
+    """
 
     def inner(part: Any, key: Any) -> Any:
         return unpack(part, get, f"{place}/{key}" if place else str(key))
@@ -73,12 +78,8 @@ def unpack(packed: Any, get: Callable[[str, str], Tensor], place: str = "") -> A
         return packed
     ((kind, content),) = packed.items()
     if kind == "tensor":
-        tensor = get(content["name"], place)
-        if content.get("complex"):
-            tensor = torch.view_as_complex(tensor.contiguous())
-        if strides := content.get("strides"):
-            tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        return tensor
+        tensor = get(content, place)
+        return torch.view_as_complex(tensor) if content.get("complex") else tensor
     if kind in ("complex", "device"):
         return complex(*content) if kind == "complex" else torch.device(content)
     if kind == "dtype":

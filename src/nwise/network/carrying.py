@@ -13,7 +13,7 @@ A tensor that crosses a boundary is a message, and its gradient comes back as th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -30,9 +30,8 @@ class _Reads(NamedTuple):
     """Names that a piece reads (`_reads`)."""
 
     by_position: bool  # the output of the piece before is its first argument, not the one named `hidden`
-    names: frozenset[str]
+    names: frozenset[str] | None  # None: it takes any name
     required: tuple[str, ...]  # those without a default
-    all: bool  # it takes any name
 
 
 class Carrier(Chain):
@@ -48,8 +47,11 @@ class Carrier(Chain):
         super().__init__(pieces)
         self._begins, self._ends = begins, ends
         self._reads = [_reads(name, piece) for name, piece in pieces.items()]
-        # The names that are still read after each piece, by later pieces and later stages. Everything else is freed.
-        self._needed = [_union(later, self._reads[i + 1 :]) for i in range(len(self._reads))]
+        # The names that are still read before each piece and behind the last, by pieces and later stages. The rest is freed.
+        self.needed = [later]
+        for reads in reversed(self._reads):
+            later = None if later is None or reads.names is None else later | reads.names
+            self.needed.insert(0, later)
 
     def like(self, pieces: Mapping[str, nn.Module]) -> Carrier:
         """Make a head of other pieces, which ends where the network does."""
@@ -69,7 +71,7 @@ class Carrier(Chain):
                 output = _call(name, piece, self._reads[i], known)
             if self._ends and i + 1 == len(self._reads):
                 return output
-            needed = self._needed[i]
+            needed = self.needed[i + 1]
             known |= _by_name(name, output)
             known = {key: x for key, x in known.items() if key == HIDDEN or needed is None or key in needed}
         # A hidden state that travels alone needs no name, so a plain head fits, and a plain stage may come next.
@@ -82,8 +84,8 @@ class Carrier(Chain):
         # Inputs travel on under the names of the first forward's arguments, also those given by position:
         #
         #     forward(self, x, mask)      step(image, m)      known afterwards: x, mask, and what the piece returns
-        later, signature = self._needed[0], inspect.signature(_unwrapped(piece).forward)
-        own = {key: x for key, x in named.items() if self._reads[0].all or key in signature.parameters}
+        later, signature = self.needed[1], inspect.signature(_unwrapped(piece).forward)
+        own = {key: x for key, x in named.items() if self._reads[0].names is None or key in signature.parameters}
         if unknown := [key for key in named if key not in own and later is not None and key not in later]:
             raise TypeError(
                 f"The network's inputs should be read by a piece. Found {', '.join(unknown)}, which none reads."
@@ -131,13 +133,11 @@ def carry(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[Carrier]:
         raise TypeError(f"`pieces` should be a dictionary of modules by name. Found {type(pieces).__name__}.")
     if isinstance(at, str) or not isinstance(at, Sequence):
         raise TypeError(f"`at` should be a list of names of pieces. Found {at!r}.")
-    groups = group_pieces(dict(pieces), at)
     stages: list[Carrier] = []
-    later: frozenset[str] | None = frozenset()
     # From the end: a stage passes on what any stage behind it reads.
-    for k, group in reversed([*enumerate(groups)]):
+    for k, group in reversed([*enumerate(group_pieces(dict(pieces), at))]):
+        later = stages[0].needed[0] if stages else frozenset()
         stages.insert(0, Carrier(group, later, begins=k == 0, ends=not stages))
-        later = _union(later, (_reads(name, piece) for name, piece in group.items()))
     return stages
 
 
@@ -172,14 +172,7 @@ def _reads(name: str, piece: nn.Module) -> _Reads:
     given = (p for p in parameters if p.name != slot and p.kind in (*_NAMED, *_FIRST))
     required = tuple(p.name for p in given if p.default is inspect.Parameter.empty)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return _Reads(by_position, frozenset(names) - {slot}, required, takes_all)
-
-
-def _union(names: frozenset[str] | None, others: Iterable[_Reads]) -> frozenset[str] | None:
-    """Return the names that are in a set or that a piece reads; None for all."""
-    for one in others:
-        names = None if names is None or one.all else names | one.names
-    return names
+    return _Reads(by_position, None if takes_all else frozenset(names) - {slot}, required)
 
 
 def _by_name(name: str, output: Any) -> dict[str, Tensor]:
@@ -193,7 +186,7 @@ def _by_name(name: str, output: Any) -> dict[str, Tensor]:
 
 def _call(name: str, piece: nn.Module, reads: _Reads, known: Mapping[str, Tensor]) -> Any:
     """Call a piece with the values that it reads."""
-    given = {key: x for key, x in known.items() if key != HIDDEN and (reads.all or key in reads.names)}
+    given = {key: x for key, x in known.items() if key != HIDDEN and (reads.names is None or key in reads.names)}
     if missing := [key for key in reads.required if key not in given]:
         raise TypeError(
             f"{name!r} should read names of the network's inputs, or of tensors that earlier pieces return. Found "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from nwise.batchnorm import DeferredBatchNorm
 from nwise.checks import hint
-from nwise.network.origin import Origin
-from nwise.network.unsaved import emptied_buffers, refuse_buffers
+
+if TYPE_CHECKING:
+    from nwise.network.origin import Origin
 
 
 class Chain(nn.Module):
@@ -114,6 +117,12 @@ def join(chains: Iterable[Chain]) -> Chain:
     return Chain({name: piece for chain in chains for name, piece in chain.pieces().items()})
 
 
+def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the repeated blocks: the pieces of the most common class."""
+    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
+    return [name for name, piece in pieces.items() if type(piece) is kind]
+
+
 def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
     """Group the pieces by stage; a stage begins at every name in `at`."""
     names = list(pieces)
@@ -131,3 +140,42 @@ def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dic
         )
     ends = [*starts[1:], len(names)]
     return [{name: pieces[name] for name in names[a:b]} for a, b in zip(starts, ends, strict=True)]
+
+
+# Buffers outside the state dict, such as the frequencies of rotary positions, have values that no file brings back. A network
+# built on the device "meta" has no values: `to_empty` gives it memory, and a file its parameters. These buffers would keep what
+# happened to be in that memory.
+
+
+def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are not in the state dict, by name.
+
+    >>> module = nn.Module()
+    >>> module.register_buffer("steps", Tensor(3), persistent=False)
+    >>> list(unsaved_buffers(module))
+    ['steps']
+    """
+    # By the state dict, not by torch's list of such buffers: a module may leave out others by a hook.
+    saved = module.state_dict()
+    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name not in saved}
+
+
+def emptied_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> list[str]:
+    """Return the names of buffers without values that a function, such as that of `to_empty`, would give meaningless ones."""
+    return [
+        name
+        for name, buffer in unsaved_buffers(module).items()
+        if buffer.is_meta
+        # Every step sets those of a `DeferredBatchNorm` to zero before it reads them.
+        and not isinstance(module.get_submodule(name.rpartition(".")[0]), DeferredBatchNorm)
+        and not fn(buffer).is_meta
+    ]
+
+
+def refuse_buffers(names: Iterable[str]) -> None:
+    """Raise ValueError if there is a buffer that `to_empty` would leave without a meaning."""
+    for name in names:
+        raise ValueError(
+            "Buffers outside the state dict should have values before the network leaves the device 'meta', because no file "
+            f"brings them back. Found {name!r} without; build the network on a CPU, or register the buffer as persistent."
+        )

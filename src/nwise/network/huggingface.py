@@ -1,29 +1,133 @@
 """Split Hugging Face transformers into stages that call the model's own modules as its forward does.
 
-Nothing is traced or rewritten: `nwise.network.families` knows the modules of a class and how its forward calls them. Attention
-masks and position ids travel from stage to stage with the hidden state.
+Nothing is traced or rewritten: a `Family` names the modules of a class and says how its forward calls them, and
+`nwise.network.families` has the known ones. Attention masks and position ids travel from stage to stage with the hidden state.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from nwise.checks import hint
-from nwise.network.chain import Chain
-from nwise.network.families import FAMILIES
-from nwise.network.family import CallContext, Family
-from nwise.network.unsaved import refuse_buffers, unsaved_buffers
+from nwise.network.chain import Chain, refuse_buffers, unsaved_buffers
 from nwise.randomness import preserved
-from nwise.tensors import HIDDEN_STATES, Tensors, names
+from nwise.tensors import HIDDEN_STATES, Tensors
 
-__all__ = ["HuggingFaceStage", "family_for"]
+__all__ = ["CallContext", "Family", "HuggingFaceStage"]
+
+
+class CallContext:
+    """Arguments of a stage's modules besides the hidden state, computed once per forward of the stage.
+
+    Args:
+        config: the model's configuration.
+        given: the model's inputs that this stage has, by name, and the values that its modules add for later ones.
+        shared: the stage's copies of modules without weights, by the last part of their names.
+    """
+
+    def __init__(self, config: Any, given: dict[str, Tensor], shared: Mapping[str, nn.Module]) -> None:
+        self.config = config
+        self.given = given
+        self.shared = shared
+        self._masks: dict[str, Tensor | None] = {}
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def positions(self, x: Tensor) -> Tensor:
+        """Return position ids ``[B, T]``, or ``[1, T]`` if none were given."""
+        given = self.given.get("position_ids")
+        return torch.arange(x.shape[1], device=x.device).unsqueeze(0) if given is None else given
+
+    def attention(self) -> dict[str, bool]:
+        """Return what the model passes on to every block beside the mask, if its configuration says it."""
+        causal = getattr(getattr(self.config, "vision_config", self.config), "is_causal", None)  # CLIP has two parts
+        return {} if causal is None else {"is_causal": causal}
+
+    def mask(
+        self, x: Tensor, kind: str, *, packed: bool = True, also: Callable[..., Tensor] | None = None
+    ) -> Tensor | None:
+        """Make the attention mask as the model's own forward does; None if attention needs none.
+
+        Args:
+            x: the hidden state, for its shape and dtype.
+            kind: full_attention, sliding_attention or bidirectional; decoder or cross in the second half of a network with two.
+            packed: whether positions that begin again separate texts. Default: True.
+            also: tells, from sample, head, query and key, which other pairs of positions see each other; default: none.
+        """
+        # By transformers' own functions: they know the form that the chosen kernel of attention takes.
+        if kind not in self._masks:
+            from transformers import masking_utils
+
+            causal = {
+                "full_attention": masking_utils.create_causal_mask,
+                "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+                "decoder": masking_utils.create_causal_mask,
+            }
+            make = causal.get(kind, masking_utils.create_bidirectional_mask)
+            name = "decoder_attention_mask" if kind == "decoder" else "attention_mask"
+            given = {"config": self.config, "inputs_embeds": x, "attention_mask": self.given.get(name)}
+            if kind == "cross":
+                given["encoder_hidden_states"] = self.given["encoder_hidden_states"]
+            elif kind in causal:
+                cache = "cache" if "cache" in inspect.signature(make).parameters else "past_key_values"  # before 5.24
+                given |= {cache: None, "position_ids": self.positions(x) if packed else None}
+            if also is not None:
+                given["or_mask_function"] = also
+            self._masks[kind] = make(**given)
+        return self._masks[kind]
+
+    def rotary(self, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the positions, for a kind of attention if the network has one table for each."""
+        module = self.shared["rotary_emb"]
+        by_kind = "layer_type" in inspect.signature(module.forward).parameters
+        # Gemma 3 has other frequencies for sliding attention; others have one table, whatever the kind.
+        key = kind if by_kind else ""
+        if key not in self._rotary:
+            self._rotary[key] = module(x, self.positions(x), *([kind] if by_kind else []))
+        return self._rotary[key]
+
+
+Call = Callable[[nn.Module, Tensor, CallContext], Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The modules of a class of models in the order that its forward calls them, and how.
+
+    Args:
+        inputs: names of the model's inputs, in the order of `Pipeline.step`; the last ones are optional.
+        carried: those inputs that later stages need.
+        pieces: names of the modules in the order they run, with the function that calls each; ``*`` matches every entry of a
+            list.
+        shared: names of modules without weights that every stage needs.
+    """
+
+    inputs: tuple[str, ...]
+    carried: tuple[str, ...]
+    pieces: Mapping[str, Call]
+    shared: tuple[str, ...] = ()
+
+    def call_for(self, name: str) -> Call:
+        """Return the function that calls the module of that name."""
+        return next(call for pattern, call in self.pieces.items() if _matches(pattern, name))
+
+    def ordered_pieces(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the model's modules by name, in the order they run."""
+        # Some configurations leave modules out. Others have one module in two places, such as T5's embedding.
+        modules = list(model.named_modules(remove_duplicate=False))
+        return {name: module for pattern in self.pieces for name, module in modules if _matches(pattern, name)}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
 class HuggingFaceStage(Chain):
@@ -107,32 +211,10 @@ class HuggingFaceStage(Chain):
         return (x, *passed_on.values()) if passed_on else x
 
 
-def family_for(model: nn.Module) -> Family:
-    """Look up the family of a model by its class.
-
-    Raises:
-        ValueError: the class is unknown.
-    """
-    if (name := type(model).__name__) not in FAMILIES:
-        raise ValueError(
-            f"A Hugging Face model should be of a class in `nwise.network.families`. Found {name}.{hint(name, FAMILIES)} "
-            "Write its stages yourself, or add a `Family`."
-        )
-    return FAMILIES[name]
-
-
 def is_hugging_face(model: nn.Module) -> bool:
     """Check for a model of transformers without importing the package: a model that exists has imported it."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-def run_model(model: nn.Module, inputs: Tensors) -> Any:
-    """Return the logits of the unsplit model."""
-    named: dict[str, Any] = dict(zip(names(inputs) or family_for(model).inputs, inputs, strict=False))
-    if getattr(model.config, "is_encoder_decoder", False) or "input_ids" in named:
-        named["use_cache"] = False  # stages have no cache, and using one rounds differently
-    return model(**named, return_dict=True).logits
 
 
 def changes_itself(module: nn.Module) -> bool:
@@ -178,9 +260,9 @@ def computed_buffers(kind: type[nn.Module], config: Any) -> dict[str, Tensor]:
     return unsaved_buffers(model)
 
 
-def hf_stages(model: nn.Module, groups: list[dict[str, nn.Module]]) -> list[Chain]:
+def hf_stages(model: nn.Module, family: Family, groups: list[dict[str, nn.Module]]) -> list[Chain]:
     """Make a stage of every group of the model's pieces."""
-    family, config = family_for(model), cast(Any, model.config)
+    config = cast(Any, model.config)
     # The model's own forward runs the first `num_hidden_layers` of its blocks.
     blocks = sum(name.split(".")[-1].isdecimal() for group in groups for name in group)
     if getattr(config, "rope_parameters", None) and config.num_hidden_layers < blocks:  # of a decoder

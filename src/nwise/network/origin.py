@@ -34,30 +34,31 @@ class Origin:
         # Every piece and every module around one, and each of these in its own module around it: a.b.c -> a, a.b, a.b.c
         places = dict.fromkeys(place for name in pieces for place in accumulate(name.split("."), "{}.{}".format))
         modules = {name: model.get_submodule(name) for name in ("", *places)}
-        links = [(name, *name.rpartition(".")[::2]) for name in places]
-        self._links = [(name, ref(modules[owner]), key, ref(modules[name])) for name, owner, key in links]
-        # Of every module around a piece: how many children it has, and whether its instance has a forward of its own.
+        held: dict[str, dict[str, ref[nn.Module]]] = {}
+        for name in places:
+            owner, _, key = name.rpartition(".")
+            held.setdefault(owner, {})[key] = ref(modules[name])
+        # Of every module around a piece: what it held, how many children, and whether its instance had a forward of its own.
         self._around = [
-            (name, ref(modules[name]), len(modules[name]._modules), "forward" in vars(modules[name]))
-            for name in dict.fromkeys(owner for _, owner, _ in links)
+            (name, ref(modules[name]), children, len(modules[name]._modules), "forward" in vars(modules[name]))
+            for name, children in held.items()
         ]
         self._copied = [(name, ref(modules[name]), _values(modules[name])) for name in copied]
 
     def check(self) -> None:
         """Raise ValueError if the network has other modules, another forward or hooks, which its stages never call."""
         # A module that is gone cannot be changed any more.
-        for name, parent, key, child in self._links:
-            owner = parent()
-            if owner is not None and (found := owner._modules.get(key)) is not child():
-                raise ValueError(
-                    f"{name!r} of the network should be the module that was split, which the stages hold. Found "
-                    f"{'none' if found is None else f'another one, {type(found).__name__}'}, in its place; change the network "
-                    "first, then split it."
-                )
-        for name, around, size, patched in self._around:
+        for name, around, children, size, patched in self._around:
             module = around()
             if module is None:
                 continue
+            for key, child in children.items():
+                if (found := module._modules.get(key)) is not child():
+                    raise ValueError(
+                        f"{f'{name}.{key}'.lstrip('.')!r} of the network should be the module that was split, which the stages "
+                        f"hold. Found {'none' if found is None else f'another one, {type(found).__name__}'}, in its place; "
+                        "change the network first, then split it."
+                    )
             who = repr(name) if name else "The network"
             if len(module._modules) != size and isinstance(module, _SEQUENCES):
                 raise ValueError(
@@ -100,8 +101,4 @@ def _differs(now: Any, before: Any) -> bool:
         return False
     if not isinstance(now, Tensor) or now.shape != values.shape:
         return True
-    # A network cast to bfloat16 has other digits, but no other values: one unit of the last digit is not a change.
-    near = torch.finfo(now.dtype).eps if now.is_floating_point() else 0.0
-    return not now.is_meta and not torch.allclose(
-        now.detach().cpu().double(), values.cpu().double(), rtol=near, atol=0.0
-    )
+    return not now.is_meta and not torch.equal(now.detach().cpu(), values.to("cpu", now.dtype))

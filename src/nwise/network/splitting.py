@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from nwise._torch import is_compiled, uncompiled
 from nwise.checks import hint
-from nwise.network import huggingface
-from nwise.network.chain import Chain, group_pieces
+from nwise.network.chain import Chain, group_pieces, repeated_blocks
 from nwise.network.comparison import refuse_difference
-from nwise.network.huggingface import is_hugging_face as is_hugging_face
+from nwise.network.families import family_for, run_model
+from nwise.network.huggingface import changes_itself, hf_stages, is_hugging_face
 from nwise.network.origin import Origin
 from nwise.network.tied import refuse_tied
 from nwise.tensors import Input, Tensors, as_tuple, call
@@ -32,12 +31,6 @@ _RULE = (
 _HF_RULE = (
     "The stages should compute what the model's own forward does with its configuration; otherwise write them yourself."
 )
-
-
-def repeated_blocks(pieces: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the repeated blocks: the pieces of the most common class."""
-    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
-    return [name for name, piece in pieces.items() if type(piece) is kind]
 
 
 class Function(nn.Module):
@@ -112,7 +105,9 @@ def split(
     names = even_starts(model, at, before) if isinstance(at, int) else at
     pieces = _pieces(model, lambda path, _: any(name.startswith(path + ".") for name in names), before)
     groups = group_pieces(pieces, names)
-    stages = huggingface.hf_stages(model, groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    stages = (
+        hf_stages(model, family_for(model), groups) if is_hugging_face(model) else [Chain(group) for group in groups]
+    )
     # Every name of the network should be that of a stage, because no stage trains a parameter beside the children.
     if lost := sorted(set(model.state_dict()) - {name for stage in stages for name in stage.state_dict()}):
         raise ValueError(
@@ -124,15 +119,13 @@ def split(
     for stage in stages:
         places = {name: own[name] for name in stage.places() if name in own}
         copied = [name for name, module in places.items() if stage.get_submodule(name) is not module]
-        stage.origin = Origin(model, places, [name for name in copied if not huggingface.changes_itself(own[name])])
+        stage.origin = Origin(model, places, [name for name in copied if not changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
-        rule, run = (_HF_RULE, huggingface.run_model) if is_hugging_face(model) else (_RULE, call)
+        rule, run = (_HF_RULE, run_model) if is_hugging_face(model) else (_RULE, call)
         refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
-    elif not unchecked:
-        _refuse_custom_forward(model, pieces)
     if not unchecked:
-        _refuse_custom_modes(model, pieces)
+        _refuse_custom(model, pieces, compared=example is not None)
     return stages
 
 
@@ -177,7 +170,7 @@ def _pieces(
             raise ValueError(
                 "`before` should be left out for a Hugging Face model, which knows its functions. Found some."
             )
-        return huggingface.family_for(model).ordered_pieces(model)
+        return family_for(model).ordered_pieces(model)
     pieces = _unroll(model, opens)
     if not pieces:
         raise ValueError(
@@ -236,35 +229,26 @@ def _is_sequence_above(depth: int, path: str, module: nn.Module) -> bool:
     return path.count(".") < depth and type(module).forward in _RUNS_CHILDREN
 
 
-def _refuse_custom_forward(model: nn.Module, pieces: Iterable[str]) -> None:
-    """Refuse a module whose custom forward or order is lost because the stages run its children one by one."""
-    for who, module in _opened(model, pieces):
-        if lost := _custom(module, known=is_hugging_face(model)):
+def _refuse_custom(model: nn.Module, pieces: Iterable[str], *, compared: bool) -> None:
+    """Refuse a module that the stages open, if a custom forward, order of its children or change of modes would be lost."""
+    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
+    for path in ("", *sorted(opened)):
+        who, module = repr(path) if path else "`model`", model.get_submodule(path)
+        if not compared and (lost := _custom(module, known=is_hugging_face(model))):
             raise ValueError(
                 f"{who} should run its children in the order they were registered and do nothing "
                 f"else, as its stages will. Found a {type(module).__name__} with a custom {lost}, whose sums, reshapes, order or "
                 "functions would be lost. Give `example=`, an input, to compare the stages with the model, and functions by "
                 "`before=`; or write the stages yourself; or pass `unchecked=True` if it does nothing else."
             )
-
-
-def _refuse_custom_modes(model: nn.Module, pieces: Iterable[str]) -> None:
-    """Refuse a module whose way to change modes, such as one that keeps its norms frozen, is lost with it."""
-    for who, module in _opened(model, pieces):
         for name in ("train", "eval"):
-            method = getattr(module, name)
-            if not f"{method.__module__}.".startswith(_LIBRARIES):
+            # Such as one that keeps its norms frozen.
+            if not f"{getattr(module, name).__module__}.".startswith(_LIBRARIES):
                 raise ValueError(
                     f"{who} should change modes as `nn.Module` does, because `train` and `eval` of "
                     f"the stages reach its children one by one. Found a {type(module).__name__} with its own `{name}`; move it "
                     "into the child whose mode it changes, or pass `unchecked=True` and set the modes yourself."
                 )
-
-
-def _opened(model: nn.Module, pieces: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose children stages hold one by one, with their names in an error."""
-    opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
-    return [("`model`", model), *((repr(path), model.get_submodule(path)) for path in sorted(opened))]
 
 
 def _custom(module: nn.Module, *, known: bool) -> str:

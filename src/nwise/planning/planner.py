@@ -17,7 +17,8 @@ from torch import nn
 from nwise._torch import uncompiled
 from nwise.checks import check_at_least
 from nwise.network.chain import Chain
-from nwise.network.splitting import even_starts, is_hugging_face
+from nwise.network.huggingface import is_hugging_face
+from nwise.network.splitting import even_starts
 from nwise.planning.devices import Device, as_devices, limits
 from nwise.planning.plan import Plan
 from nwise.planning.plans import PiecesOf, Plans, compare

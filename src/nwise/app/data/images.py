@@ -177,27 +177,39 @@ def load_images(
     own = [_Table(table, classes) for table in train_tables]
     if num_classes is not None:
         _check_classes(own, classes, num_classes)
-    train = _Labelled.join(own)
+    train = _joined(own, classes, size)
     if withheld:
-        order = torch.randperm(len(train.labels), generator=generator(seed, "withheld"))
+        order = torch.randperm(len(train), generator=generator(seed, "withheld"))
         share = max(1, round(withheld * len(order)))
         if share >= len(order):
             raise ValueError(
                 f"`withheld` should leave at least one of the {len(order)} training images. Found {withheld}."
             )
-        train, test = train.pick(order[share:]), train.pick(order[:share])
+        train, test = train.subset(order[share:]), train.subset(order[:share])
     else:
-        test = _Labelled.join([_Table(table, classes) for table in test_tables])
-    train, test = (rows.limited(count, seed) for rows, count in zip((train, test), limit, strict=True))
-    if size is not None:
-        images = Images(train.images, train.labels, classes, *_IMAGENET, augmentation, size)
-        return images, replace(images, pixels=test.images, labels=test.labels, augmentation="none")
-    pixels, test_pixels = (_shrink(_stack(rows.images), shrink) for rows in (train, test))
-    height, width = pixels.shape[-2:]
-    if height != width:
-        raise ValueError(f"Images should be square, or `size` be given. Found {height} x {width}.")
-    images = Images(pixels, train.labels, classes, *_statistics(pixels), augmentation, width)
-    return images, replace(images, pixels=test_pixels, labels=test.labels, augmentation="none")
+        test = _joined([_Table(table, classes) for table in test_tables], classes, size)
+    train, test = (_limited(images, count, seed) for images, count in zip((train, test), limit, strict=True))
+    if size is None:
+        pixels, test_pixels = (_shrink(_stack(images), shrink) for images in (train, test))
+        height, width = pixels.shape[-2:]
+        if height != width:
+            raise ValueError(f"Images should be square, or `size` be given. Found {height} x {width}.")
+        train = Images(pixels, train.labels, classes, *_statistics(pixels), "none", width)
+        test = replace(train, pixels=test_pixels, labels=test.labels)
+    return replace(train, augmentation=augmentation), test
+
+
+def _joined(tables: list[_Table], classes: tuple[str, ...], size: int | None) -> Images:
+    """Return the images of some tables, decoded on access; without a size they cannot be batched yet."""
+    labels = torch.tensor([label for table in tables for label in table.labels], dtype=torch.int64)
+    return Images(ConcatDataset(tables), labels, classes, *_IMAGENET, "none", size or 0)
+
+
+def _limited(images: Images, count: int | None, seed: int) -> Images:
+    """Draw at most `count` of the images by the seed."""
+    if count is None or count >= len(images):
+        return images
+    return images.subset(torch.randperm(len(images), generator=generator(seed, "subset"))[:count])
 
 
 def _shrink(pixels: Tensor, by: int) -> Tensor:
@@ -280,28 +292,6 @@ def _check_classes(tables: list[_Table], classes: tuple[str, ...], num_classes: 
     )
 
 
-@dataclass(frozen=True)
-class _Labelled:
-    """Images that are decoded on access, and their labels."""
-
-    images: LazyImages
-    labels: Tensor
-
-    @classmethod
-    def join(cls, tables: list[_Table]) -> _Labelled:
-        labels = [label for table in tables for label in table.labels]
-        return cls(ConcatDataset(tables), torch.tensor(labels, dtype=torch.int64))
-
-    def pick(self, indices: Tensor) -> _Labelled:
-        return _Labelled(Subset(self.images, indices.tolist()), self.labels[indices])
-
-    def limited(self, count: int | None, seed: int) -> _Labelled:
-        """Draw at most `count` of the images by the seed."""
-        if count is None or count >= len(self.labels):
-            return self
-        return self.pick(torch.randperm(len(self.labels), generator=generator(seed, "subset"))[:count])
-
-
 def _decode(cell: Any, where: str) -> Tensor:
     pictures = needed("PIL.Image", "data", "A data set of images")
     try:
@@ -319,11 +309,12 @@ def _decode(cell: Any, where: str) -> Tensor:
     return torch.from_numpy(array.copy()).permute(2, 0, 1)
 
 
-def _stack(images: LazyImages) -> Tensor:
-    first = images[0]
+def _stack(images: Images) -> Tensor:
+    """Decode all images, which should have one size."""
+    first = images.pixels[0]
     pixels = torch.empty((len(images), *first.shape), dtype=torch.uint8)
     for i in with_progress_bar(range(len(images)), "decoding images", least=MANY):
-        image = images[i]
+        image = images.pixels[i]
         if image.shape != first.shape:
             raise ValueError(
                 f"Images should have one size, or `size` be given. Found {tuple(image.shape[1:])} at number {i} after "
