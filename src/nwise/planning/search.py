@@ -25,7 +25,7 @@ from nwise.schedule.ages import strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import lower_bound, resource_bound
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import ROWS, Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import RULES, choose
@@ -45,7 +45,7 @@ _MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbin
 # How far the starts of a stage and of the next one move together.
 _LAST_STEPS = ((-2, 0), (-1, 0), (1, 0), (2, 0))
 _STEPS = (*_LAST_STEPS, (-2, -2), (-1, -1), (1, 1), (2, 2), (-1, 1), (1, -1), (-1, -2), (1, 2))
-_TIMES = ("forward", "head", "input_grad", "weight_grad", "update")
+_TIMES = [name for name, row in ROWS.items() if row.unit == "time" and row.pieces != "link"]  # of a device's work
 
 
 @dataclass(frozen=True)

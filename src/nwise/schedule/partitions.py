@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 import numpy as np
 
 from nwise.flow import Flow, StageFlow
 from nwise.schedule.assign import Matrix, assign
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import ROWS, Costs
 
 __all__ = ["Piece", "check_enough", "partition", "pieces_of", "stage_costs", "sums", "work"]
-
-# Costs of a stage that are the sums of its pieces', and those of its last piece.
-_SUMS = (
-    *("forward", "input_grad", "weight_grad", "update", "activation_bytes", "cotangent_bytes", "gradient_bytes"),
-    *("weight_bytes", "fixed_bytes", "update_peak_bytes"),
-)
-_OF_LAST = ("head", "message_bytes", "head_gradient_bytes", "head_peak_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +104,13 @@ def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     [('0 %', 0.5), ('25 %', 0.5), ('50 %', 0.5), ('75 %', 0.5)]
     """
     size, costs = num_stages * parts, costs.cut_in(parts)
-    names = (*_SUMS, *_OF_LAST, "scratch_bytes", "chain_share")
-    columns = zip(*(costs.per_stage(name, size) for name in names), strict=True)
-    pieces = []
-    for i, column in enumerate(columns):
-        values = dict(zip(names, column, strict=True))
-        chain = values.pop("chain_share") * values["input_grad"]
-        peak = costs.per_stage("weight_grad_peak_bytes", size)[i]
-        pieces.append(Piece(f"{i / size:.0%}".replace("%", " %"), chain=chain, peak_bytes=peak, **values))
-    return pieces
+    values: dict[str, Any] = {name: costs.per_stage(name, size) for name in ROWS}
+    chains = [share * time for share, time in zip(values["chain_share"], values["input_grad"], strict=True)]
+    values |= {"chain": tuple(chains), "peak_bytes": values["weight_grad_peak_bytes"]}
+    known = [field.name for field in fields(Piece) if field.name in values]
+    return [
+        Piece(f"{i / size:.0%}".replace("%", " %"), **{name: values[name][i] for name in known}) for i in range(size)
+    ]
 
 
 def check_enough(pieces: Sequence[object], num_stages: int) -> None:
@@ -175,17 +166,21 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     ends = [*starts[1:], len(pieces)]
     stages = [pieces[a:b] for a, b in zip(starts, ends, strict=True)]
     heads = [any(flow.stages[k].head for flow in flows) for k in range(len(stages))]
-    costs: dict[str, Any] = {name: [sum(getattr(piece, name) for piece in stage) for stage in stages] for name in _SUMS}
-    costs |= {name: [getattr(stage[-1], name) for stage in stages] for name in _OF_LAST}
-    costs["output_bytes"] = costs["message_bytes"]
     # The chain from the output to the first piece's weights goes through all other pieces and a part of the first.
     chains = [stage[0].chain + sum(piece.input_grad for piece in stage[1:]) for stage in stages]
-    costs["chain_share"] = [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, costs["input_grad"], strict=True)]
-    costs["scratch_bytes"] = [max(piece.scratch_bytes for piece in stage) for stage in stages]
+    through = [sum(piece.input_grad for piece in stage) for stage in stages]
     given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
-    costs["weight_grad_peak_bytes"] = list(map(_peak, stages))
-    costs["both_peak_bytes"] = list(map(_peak, stages, given))
-    costs["input_grad_peak_bytes"] = [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)]
+    costs: dict[str, Any] = {
+        "chain_share": [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, through, strict=True)],
+        "output_bytes": [stage[-1].message_bytes for stage in stages],
+        "weight_grad_peak_bytes": list(map(_peak, stages)),
+        "both_peak_bytes": list(map(_peak, stages, given)),
+        "input_grad_peak_bytes": [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)],
+    }
+    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "largest": max, "last": itemgetter(-1)}
+    for name, row in ROWS.items():
+        if name not in costs and row.pieces != "link":
+            costs[name] = [combine[row.pieces]([getattr(piece, name) for piece in stage]) for stage in stages]
     for k, stage in enumerate(stages):
         costs["activation_bytes"][k] += sum(_kept_inside(stage))
         costs["fixed_bytes"][k] += heads[k] * stage[-1].head_bytes
