@@ -1,4 +1,4 @@
-"""Partition: assign the pieces of a network, by their measured costs, to stages of equal work, heads included."""
+"""Partitions: the pieces of a network with their measured costs, and the costs of the stages that they are grouped into."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from nwise.flow import Flow, StageFlow
-from nwise.schedule.assign import Matrix, assign
+from nwise.schedule.assign import Matrix
 from nwise.schedule.costs import ROWS, Costs
 
-__all__ = ["Piece", "check_enough", "partition", "pieces_of", "stage_costs", "sums", "work"]
+__all__ = ["Piece", "check_enough", "pieces_of", "stage_costs", "sums", "work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +64,6 @@ class Piece:
     head_peak_bytes: float = 0.0
     update_peak_bytes: float = 0.0
     learns: bool = True
-
-
-def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
-    """Choose where stages begin, so the busiest stage has as little work as possible.
-
-    Args:
-        pieces: pieces in order, at least as many as stages.
-        flows: work of every stage; of several flows (those of a rotating strategy) the largest counts.
-
-    Returns:
-        The index of the first piece of every stage.
-
-    Raises:
-        ValueError: there are fewer pieces than stages.
-
-    >>> from nwise import NWise, find_flow
-    >>> pieces = [Piece(str(i), 1, 1, 1, 0, 1) for i in range(7)]
-    >>> partition(pieces, [find_flow(NWise(2).credit(3))])
-    [0, 3, 5]
-    """
-    num_stages = len(flows[0].stages)
-    check_enough(pieces, num_stages)
-    tables = [work(pieces, [flow.stages[k] for flow in flows]) for k in range(num_stages)]
-    cut = assign([tables] * num_stages)
-    assert cut is not None, "nothing forbids a cut"
-    return list(cut[0])
 
 
 def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
@@ -159,7 +133,7 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
 
     Args:
         pieces: pieces in order.
-        starts: index of the first piece of every stage, from `partition`.
+        starts: index of the first piece of every stage.
         flows: flows that determine which heads run.
         links: ``latency``, ``bandwidth`` or ``overhead`` of `Costs`.
     """
