@@ -191,7 +191,7 @@ def convolutional(path: Path) -> None:
 
 def schedules(path: Path) -> None:
     """Draw 2-wise above two exact pipelines; every action takes one unit of time."""
-    options = {"num_stages": 4, "num_microbatches": 2, "costs": Costs(1, 1, 1, 1)}
+    options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 2, "costs": Costs(1, 1, 1, 1)}
     schedule_figure(
         [Picture(name, timed_method(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path
     )

@@ -20,15 +20,16 @@ from nwise.app import cli
 from nwise.app.cli.costs import parse_costs
 from nwise.app.recipes import Adam, Mlp, Recipe
 from nwise.app.training.build import measurable
-from nwise.flow import StageFlow, find_flow
+from nwise.flow import Flow, StageFlow, find_flow
 from nwise.planning.plans import Plans
 from nwise.planning.profiling import profile
 from nwise.schedule import Costs, baseline, best
+from nwise.schedule.assign import assign, balanced
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import Piece, partition, stage_costs
-from nwise.schedule.placement import balanced, make_placement
+from nwise.schedule.partitions import Piece, check_enough, stage_costs, work
+from nwise.schedule.placement import make_placement
 
 POWERS = (1, 2, 4, 8, 16, 32)
 # Best M <= 32 with 0.02 an action, h = 0.5: time, M.
@@ -151,6 +152,13 @@ def test_given_costs_are_cut_for_unequal_devices() -> None:
 # Cutting --------------------------------------------------------------------------------------------
 
 
+def partition(pieces: list[Piece], flow: Flow) -> tuple[int, ...]:
+    """Return the first piece of every stage if the busiest one has as little work as possible, as the search begins."""
+    found = assign([[work(pieces, [stage]) for stage in flow.stages]] * len(flow.stages))
+    assert found is not None
+    return found[0]
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end"])
 def test_partition_is_optimal(seed: int, strategy: str) -> None:
@@ -175,10 +183,10 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
         return max(time(pieces[a:b], flows[0].stages[k]) for k, (a, b) in enumerate(zip(starts, ends, strict=True)))
 
     cuts = [(0, *rest) for rest in itertools.combinations(range(1, 7), num_stages - 1)]
-    found = tuple(partition(pieces, flows))
+    found = partition(pieces, flows[0])
     assert largest(found) == pytest.approx(min(map(largest, cuts)))
     # What the partition balances is what the schedule's stages then take.
-    costs = stage_costs(pieces, list(found), flows)
+    costs = stage_costs(pieces, found, flows)
     timed = best(strategy, num_stages=num_stages, num_microbatches=1, costs=costs)
     assert timed.period >= largest(found) - 1e-9
     assert (
@@ -190,7 +198,7 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
 def test_partition_looks_beyond_a_heavy_head() -> None:
     """A stage has only the head of its last piece, so adding pieces may drop a heavy head; [0, 1] has a stage of 11."""
     pieces = [Piece(str(i), 1, 1, 1, 0, head) for i, head in enumerate([0, 10, 0, 0, 0])]
-    assert partition(pieces, [find_flow(nwise.Local().credit(2))]) == [0, 3]
+    assert partition(pieces, find_flow(nwise.Local().credit(2))) == (0, 3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -255,7 +263,7 @@ def test_plan_with_zero_costs_and_ties(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_partition_into_more_stages_than_pieces_raises() -> None:
     with pytest.raises(ValueError, match="at least one piece for each of the 4 stages. Found 3; use fewer devices"):
-        partition([Piece("x", 1, 1, 1, 1, 1)] * 3, [find_flow(nwise.Local().credit(4))])
+        check_enough([Piece("x", 1, 1, 1, 1, 1)] * 3, 4)
 
 
 # Measuring ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import nwise
 from architectures import tiny
 from launch import results
 from nwise.flow import flows_for
-from nwise.planning import planner, prepare
+from nwise.planning import prepare, source
 from nwise.planning.devices import as_devices, orders
 from nwise.planning.observe import compared
 from nwise.planning.plan import Plan
@@ -395,7 +395,7 @@ def test_strategies_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> No
         calls.append(args)
         return profile(*args, **options)
 
-    monkeypatch.setattr(planner, "profile", counted)
+    monkeypatch.setattr(source, "profile", counted)
     model, texts = network(), list[str]()
     made = nwise.plan(
         *(model, X, Y), devices=[1, 2], strategy=["local", "2-wise"], microbatches=2, rounds=1, report=texts.append

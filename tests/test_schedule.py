@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import nwise
+from nwise.app.report.grid import KIND_COLOURS
 from nwise.flow import find_flow, flows_for
 from nwise.schedule import (
     PAPER,
@@ -33,14 +35,16 @@ from nwise.schedule import (
     timed,
     validate,
 )
+from nwise.schedule.actions import SENDS
 from nwise.schedule.ages import message_ages, strategy_ages
 from nwise.schedule.bounds import lower_bound
 from nwise.schedule.clock import Clock, make_clock
 from nwise.schedule.costs import prices
 from nwise.schedule.graph import task_graph
-from nwise.schedule.greedy import urgency
+from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
 from nwise.schedule.orders import depth_first, make_schedule, one_forward_one_backward, paced, phase, skewed
+from nwise.schedule.partitions import Piece, stage_costs
 from nwise.schedule.period import period
 from nwise.schedule.sweep import merge
 from timelines import in_flight, waiting
@@ -750,9 +754,36 @@ def test_kinds_without_a_place_in_the_orders_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Only computations and updates should have an age. Found SG1\(0.0\)"):
         message_ages(flows).of(sent)
     with pytest.raises(KeyError, match="SEND_GRADIENT"):
-        urgency(sent, task_graph(flows))
-    with pytest.raises(KeyError, match="SEND_GRADIENT"):
         prices(PAPER, 2)[1].time(sent, flows[0][0].stages[1])
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_of_action_has_a_row(kind: Kind) -> None:
+    """A new kind of action was worth nothing wherever its row was forgotten: tables of names, times, peaks and urgency."""
+    assert (kind in (*SENDS, *SENDS.values())) != bool(kind.costs)  # a message, or it takes time
+    assert (kind in KIND_COLOURS) == bool(kind.costs)
+    assert [other for other in Kind if other.words == kind.words] == [kind]
+    sizes = {"activation_bytes" if kind is Kind.FORWARD else f"{kind.name.lower()}_peak_bytes"} if kind.costs else set()
+    assert {*kind.costs, *sizes} <= {field.name for field in fields(Costs)}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Costs)])
+def test_every_cost_counts(name: str) -> None:
+    """A new cost was worth nothing where one of the tables by name lacked it: in a schedule, and for the planner's pieces."""
+    flows = flows_for(nwise.NWise(2), 3, 2)
+    sizes = {field.name: 1.0 for field in fields(Costs) if field.name.endswith("_bytes")}
+    costs = Costs(1, 1, 1, 1, chain_share=0.5, bandwidth=10.0, **sizes)
+
+    def found(costs: Costs) -> list[object]:
+        made = [choose(order, flows, ages=message_ages(flows, (1, 1, 1)), costs=REAL) for order in ("phase", "1f1b")]
+        split = make_schedule("?", flows, partial(depth_first, fuse=False))
+        return [(timed(one, costs).period, peak_bytes(one, costs)) for one in (*made, split)]
+
+    most = {"chain_share": 1.0, "bandwidth": 0.01}.get(name, 1e6)
+    assert found(replace(costs, **{name: most})) != found(costs)
+    pieces = [Piece("piece", *(1.0,) * 20) for _ in range(4)]
+    of_pieces = getattr(stage_costs(pieces, [0, 1, 3], flows[0]), name)
+    assert isinstance(of_pieces, tuple) != (name in ("latency", "overhead", "bandwidth"))
 
 
 def test_order_by_rank_keeps_its_lists_whatever_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import nan
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
 
 import torch
@@ -16,40 +13,23 @@ from torch import nn
 
 from nwise._torch import uncompiled
 from nwise.checks import check_at_least
-from nwise.network.chain import Chain
-from nwise.network.huggingface import is_hugging_face
-from nwise.network.splitting import even_starts
-from nwise.planning.devices import Device, as_devices, limits
+from nwise.planning.devices import Device, as_devices
 from nwise.planning.plan import Plan
-from nwise.planning.plans import PiecesOf, Plans, compare
-from nwise.planning.prepare import (
-    Heads,
-    Optimizers,
-    agree,
-    batch_size,
-    check_functions,
-    gather,
-    message_latency,
-    network_in_pieces,
-    speeds,
-)
-from nwise.planning.profiling import Network, Profile, numbers_to_try, profile
-from nwise.planning.search import Cut, Search, search
+from nwise.planning.plans import Plans, compare
+from nwise.planning.prepare import Heads, Optimizers, batch_size, check_functions, network_in_pieces
+from nwise.planning.profiling import Profile, numbers_to_try
+from nwise.planning.source import Source, from_costs, measure
 from nwise.progress import progress_bar
 from nwise.randomness import preserved
 from nwise.runtime.launch import launched, variable
 from nwise.schedule.costs import Costs
-from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import Piece, check_enough, pieces_of
-from nwise.schedule.placement import make_placement
+from nwise.schedule.partitions import check_enough
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 from nwise.tensors import Input, Tensors, as_tuple
 
 __all__ = ["plan"]
-
-_PARTS = 24  # pieces of a network with given costs that unequal devices share
 
 
 class _Options(TypedDict, total=False):
@@ -173,11 +153,11 @@ def plan(
     if isinstance(model, Costs):
         links |= {"overhead": model.overhead, "latency": model.latency if latency is None else latency}
         links["bandwidth"] = min(bandwidth, model.bandwidth)
-        source = _from_costs(model, numbers_to_try(microbatches), known or (Device(),) * count, links)
+        source = from_costs(model, numbers_to_try(microbatches), known or (Device(),) * count, links)
     elif isinstance(model, Profile):
         pieces = {m: model.pieces[m] for m in _among(microbatches, model)}
         links["overhead"] = model.overhead
-        source = _Source(lambda _: pieces, known or (Device(),) * count, links, model)
+        source = Source(lambda _: pieces, known or (Device(),) * count, links, model)
     else:
         inputs = as_tuple(example, "`example`")
         targets = None if target is None else as_tuple(target, "`target`")
@@ -187,115 +167,19 @@ def plan(
             network = network_in_pieces(module, inputs, targets, heads, loss_fn, optimizer, before)
             check_enough(list(network.pieces), num_stages)
             same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages}
-            source = _measured(network, known, latency, links, ms, same, rounds, progress_bar("measuring", shown=shown))
+            source = measure(network, known, latency, links, ms, same, rounds, progress_bar("measuring", shown=shown))
         source = replace(source, model=module)
     source = replace(source, report=report)
     bar = progress_bar("searching", shown=shown)
     result: Plan | Plans
     if isinstance(strategy, list | tuple):
-        result = compare(source.pieces, rules, source.devices, num_stages, source.plan, bar, **source.links)
+        result = compare(source, rules, num_stages, bar)
     else:
-        known_pieces = source.pieces(num_stages)
-        cut = search(known_pieces, rules[0], source.devices, num_stages, bar, **source.links)
-        result = source.plan(rules[0].name, next(iter(known_pieces.values())), cut, source.devices)
+        result = source.plan(rules[0].name, rules[0], source.pieces(num_stages), num_stages, progress=bar)
         result = replace(result, equal=source.equal(rules[0], num_stages))
     if report is not None and shown:
         report(str(result))
     return result
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What plans are made from: the pieces of a network, the devices, and the links between them."""
-
-    pieces: PiecesOf
-    devices: tuple[Device, ...]
-    links: dict[str, float]
-    measured: Profile | None = None
-    model: nn.Module | None = None
-    report: Callable[[str], object] | None = None
-
-    def plan(self, method: str, pieces: Sequence[Piece], cut: Cut, devices: tuple[Device, ...]) -> Plan:
-        """Return the plan of a cut."""
-        names = [piece.name for piece in pieces]
-        at = tuple(names[i] for i in cut.starts[1:])
-        if self.model is not None:
-            at = _short(self.model, names, at)
-        return Plan(at, cut.placement, devices, method, cut.timed, self.measured, report=self.report)
-
-    def equal(self, rule: Strategy, num_stages: int) -> float:
-        """Return the time of a step with equal numbers of blocks in every stage, at the best M; nan if there is no such cut."""
-        if self.model is None:
-            return nan
-        pieces = self.pieces(num_stages)
-        names = [piece.name for piece in next(iter(pieces.values()))]
-        try:
-            begins = even_starts(self.model, num_stages)
-        except ValueError:  # fewer blocks than stages
-            return nan
-        places = [
-            next((i for i, name in enumerate(names) if f"{name}.".startswith(f"{begin}.")), None) for begin in begins
-        ]
-        starts = [0, *(i for i in places if i is not None)]
-        if len(starts) < num_stages:
-            return nan
-        placement = make_placement("contiguous", num_stages, len(self.devices))
-        periods = []
-        for m, costs in pieces.items():
-            with suppress(DoesNotFit):
-                one = Search(costs, rule, m, self.devices, num_stages, self.links)
-                periods.append(one.cut(starts, placement).timed.period)
-        return min(periods, default=nan)
-
-
-def _from_costs(costs: Costs, ms: Sequence[int], devices: tuple[Device, ...], links: dict[str, float]) -> _Source:
-    """Return a network with given costs: a piece for every stage, or smaller ones to share between unequal devices."""
-
-    def pieces(num_stages: int) -> dict[int, list[Piece]]:
-        parts, rest = divmod(num_stages, len(devices))
-        if rest:
-            raise ValueError(
-                f"`num_stages` should be a multiple of the {len(devices)} devices if costs are given, which are those of equal "
-                f"shares. Found {num_stages}."
-            )
-        finer = 1 if len(set(devices)) == 1 else -(-_PARTS // num_stages)
-        return {m: pieces_of(costs.split_in(m), len(devices), parts * finer) for m in ms}
-
-    return _Source(lru_cache(pieces), devices, links)
-
-
-def _measured(
-    network: Network,
-    known: tuple[Device, ...] | None,
-    latency: float | None,
-    links: dict[str, float],
-    ms: Sequence[int],
-    same: dict[str, Any],
-    rounds: int,
-    progress: Callable[[list[Any]], Iterable[Any]],
-) -> _Source:
-    """Measure a network, and under ``torchrun`` its devices and links."""
-    if launched():
-        agree(
-            devices=[[one.speed, one.memory] for one in known or ()],
-            **same,
-            microbatches=ms,
-            example=[list(x.shape) for x in network.batch(network.batch_size)[0]],
-            model=list(network.pieces),
-        )
-    sizes = known is not None and limits(known) is not None
-    found = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress)
-    links = {**links, "overhead": found.overhead}
-    if launched():
-        # All processes use the first one's profile and latency, the largest overhead, and all speeds.
-        reports = gather(
-            (found.seconds, found.spread, found.overhead, message_latency(network.device), found.as_json())
-        )
-        links["overhead"] = max(one[2] for one in reports)
-        links["latency"] = reports[0][3] if latency is None else latency
-        known = known or tuple(Device(speed=speed) for speed in speeds([one[:2] for one in reports]))
-        found = Profile.from_json(reports[0][4])
-    return _Source(lambda _: found.pieces, known or (Device(),), links, found)
 
 
 def _among(microbatches: int | Sequence[int] | None, measured: Profile) -> list[int]:
@@ -326,19 +210,3 @@ def _known_devices(devices: int | Sequence[float | Device] | None) -> tuple[tupl
     if launched() and len(known) > size:
         raise ValueError(f"`devices` should be at most the {size} processes of torchrun. Found {len(known)}.")
     return known, len(known)
-
-
-def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[str, ...]:
-    """Name a sequence instead of its first module, where no other cut goes through it."""
-    # "blocks.2.0" is the first module of the sequence "blocks.2", so "blocks.2" is a name of the same cut. It is not if there is
-    # another cut inside, such as one at "blocks.2.1".
-    chosen = list(at)
-    for i in () if is_hugging_face(model) else range(len(chosen)):
-        while parent := chosen[i].rpartition(".")[0]:
-            first = next(piece for piece in pieces if piece.startswith(f"{parent}."))
-            others = [name for name in chosen if name != chosen[i] and name.startswith(f"{parent}.")]
-            sequence = type(model.get_submodule(parent)) in (nn.Sequential, Chain)
-            if others or not sequence or not f"{first}.".startswith(f"{chosen[i]}."):
-                break
-            chosen[i] = parent
-    return tuple(chosen)

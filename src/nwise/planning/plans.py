@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,15 @@ import torch
 
 from nwise.planning.devices import Device, limits
 from nwise.planning.plan import ALONE, Plan
-from nwise.planning.search import Cut, search
+from nwise.planning.source import Source
 from nwise.program.summary import table
 from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import Piece
 from nwise.strategies import EndToEnd, Local, Strategy
 
 __all__ = ["STRATEGIES", "Plans", "compare", "is_late", "ratio", "same_gradients"]
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "rotating-2-microbatch", "end-to-end-delay-1")
-# A function from a number of stages to the pieces of the network, by the number of micro-batches.
-PiecesOf = Callable[[int], Mapping[int, Sequence[Piece]]]
 
 _LEGEND = """* recommended for its speed, whatever its quality; speed: step of the best end-to-end method divided by this one's
 bound: distance from the shortest possible step; held: micro-batches in flight on a stage"""
@@ -163,45 +160,36 @@ class Plans:
 
 
 def compare(
-    pieces: PiecesOf,
-    rules: Sequence[Strategy],
-    devices: Sequence[Device],
-    num_stages: int,
-    made: Callable[[str, Sequence[Piece], Cut, tuple[Device, ...]], Plan],
-    progress: Callable[[list[Any]], Iterable[Any]] = iter,
-    **links: float,
+    source: Source, rules: Sequence[Strategy], num_stages: int, progress: Callable[[list[Any]], Iterable[Any]] = iter
 ) -> Plans:
     """Plan strategies, all pipelines of `nwise.schedule.BASELINES`, and one device alone.
 
     Args:
-        pieces: function from a number of stages to the pieces of the network, by the number of micro-batches.
+        source: what the plans are made from.
         rules: the strategies; those that are end-to-end at this depth are left out, and a note says so.
-        devices: the devices.
         num_stages: number of stages of a strategy, at least one for each device.
-        made: function that makes a plan of a method's name, the pieces of the network, their cut, and the devices.
         progress: wraps the list of methods, for a progress bar; default: none.
-        links: ``latency``, ``bandwidth`` and ``overhead`` of `nwise.schedule.Costs`.
 
     Raises:
         ValueError: the network has too few pieces.
         DoesNotFit: no method fits the memory; a ValueError too.
     """
+    devices = source.devices
     same = [rule.name for rule in rules if same_gradients(rule, EndToEnd(), num_stages)]
     kept = [rule for rule in rules if rule.name not in same]
     methods: dict[str, Strategy | str] = {name: name for name in BASELINES} | {"end-to-end": EndToEnd()}
     methods |= {"local" if same_gradients(rule, Local(), num_stages) else rule.name: rule for rule in kept}
-    todo = [(name, method, tuple(devices)) for name, method in methods.items() if num_stages > 1]
+    todo = [(name, method, devices) for name, method in methods.items() if num_stages > 1]
     todo += [(ALONE, EndToEnd(), (device,)) for device in sorted(set(devices), key=lambda one: -one.speed)]
     plans: dict[str, Plan] = {}
     failures: dict[str, DoesNotFit] = {}
     for name, method, used in progress(todo):
         size = 1 if name == ALONE else num_stages if name not in SEVERAL_STAGES else 2 * len(devices)
-        network = pieces(num_stages if name == ALONE else size)
+        network = source.pieces(num_stages if name == ALONE else size)
         if name in plans or (name in SEVERAL_STAGES and min(map(len, network.values())) < size):
             continue  # alone, the fastest device that fits counts
         try:
-            cut = search(network, method, used, size, iter, **links)
-            plans[name] = made(name, next(iter(network.values())), cut, used)
+            plans[name] = source.plan(name, method, network, size, used)
         except DoesNotFit as error:
             failures[name] = error
     if not plans:
@@ -214,7 +202,7 @@ def compare(
         tuple(sorted(plans.values(), key=lambda plan: plan.preference)),
         tuple(sorted(network)),
         {name: error.least for name, error in failures.items() if name not in plans},
-        tuple(devices),
+        devices,
         num_stages,
         tuple(notes),
     )

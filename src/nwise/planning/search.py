@@ -21,11 +21,11 @@ import numpy as np
 from nwise.checks import check_at_least
 from nwise.flow import Flows, flows_for
 from nwise.planning.devices import MOST_ORDERS, Device, limits, orders
-from nwise.schedule.ages import strategy_ages
+from nwise.schedule.ages import Ages, strategy_ages
 from nwise.schedule.assign import Assignment, Matrix, assign
 from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import lower_bound, resource_bound
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import ROWS, Costs
 from nwise.schedule.find import DoesNotFit, best_order
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import RULES, choose
@@ -45,7 +45,7 @@ _MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbin
 # How far the starts of a stage and of the next one move together.
 _LAST_STEPS = ((-2, 0), (-1, 0), (1, 0), (2, 0))
 _STEPS = (*_LAST_STEPS, (-2, -2), (-1, -1), (1, 1), (2, 2), (-1, 1), (1, -1), (-1, -2), (1, 2))
-_TIMES = ("forward", "head", "input_grad", "weight_grad", "update")
+_TIMES = [name for name, row in ROWS.items() if row.unit == "time" and row.pieces != "link"]  # of a device's work
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,24 @@ class Search:
         self._num_microbatches, self._num_stages = num_microbatches, num_stages
         self._memory = limits(devices)
         self._frozen = next((i for i, piece in enumerate(pieces) if piece.learns), len(pieces))
-        self._flows_for: Callable[[tuple[bool, ...]], Flows] = cache(  # by whether each stage is trainable
-            lambda learns: flows_for(self._strategy, num_stages, num_microbatches, trainable=learns)
-        )
+        self._flows_for: Callable[[tuple[bool, ...]], tuple[Flows, Ages]] = cache(self._flows_if)
         self._schedules: dict[tuple[Placement, tuple[bool, ...]], list[Schedule]] = {}
         self._scores: dict[Assignment, tuple[float, float]] = {}
         self._cuts: dict[Assignment, Cut] = {}
         self._orders = orders(devices)
 
+    def _flows_if(self, trainable: tuple[bool, ...]) -> tuple[Flows, Ages]:
+        """Return the flows and ages if these stages are trainable."""
+        flows = flows_for(self._strategy, self._num_stages, self._num_microbatches, trainable=trainable)
+        return flows, strategy_ages(self._strategy, flows)
+
     # Cuts with their costs --------------------------------------------------------------------------
 
     def bound(self, starts: Sequence[int], placement: Placement, *, sharp: bool = False) -> float:
         """Return a lower bound on a step: the work of the busiest device or link, or a sharp bound that takes longer."""
-        flows, costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
+        (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
         if not sharp:
             return resource_bound(flows, costs, placement) / len(flows)
-        ages = strategy_ages(self._strategy, flows)
         return lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
 
     @cached_property
@@ -123,8 +125,8 @@ class Search:
 
     def costs(self, starts: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages on their devices."""
-        first = [batch[0] for batch in self._flows_for(self._trainable(starts))]  # of every mini-batch in the cycle
-        costs = stage_costs(self._pieces, starts, first, **self._links)
+        flows, _ = self._flows_for(self._trainable(starts))
+        costs = stage_costs(self._pieces, starts, [batch[0] for batch in flows], **self._links)
         speeds = [self._devices[rank].speed for rank in placement]
         slower = {
             name: [time / v for time, v in zip(costs.per_stage(name, len(speeds)), speeds, strict=True)]
@@ -140,17 +142,16 @@ class Search:
         """
         assignment = tuple(starts), placement
         if assignment not in self._cuts:
-            timed_cut = self._timed(assignment, self.costs(starts, placement), self._memory)
-            self._cuts[assignment] = Cut(*assignment, timed_cut)
+            self._cuts[assignment] = Cut(*assignment, self._timed(assignment, self._memory))
         return self._cuts[assignment]
 
-    def _timed(self, assignment: Assignment, costs: Costs, memory: Limit) -> Timed:
+    def _timed(self, assignment: Assignment, memory: Limit) -> Timed:
         """Return the best schedule of a cut."""
         starts, placement = assignment
-        flows = self._flows_for(self._trainable(starts))
+        (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
         if self._pipeline is not None:
             return timed_pipeline(self._pipeline, flows, costs, placement, memory)
-        return best_order(flows, costs, placement, strategy_ages(self._strategy, flows), memory=memory)
+        return best_order(flows, costs, placement, ages, memory=memory)
 
     def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
         ends = (*starts[1:], len(self._pieces))
@@ -192,7 +193,7 @@ class Search:
 
     def _times(self, device: Device, frozen: int) -> list[Matrix]:
         """Return the work of every stage on a device for every range of pieces, if the first `frozen` stages train nothing."""
-        flows = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
+        flows, _ = self._flows_for(tuple(k >= frozen for k in range(self._num_stages)))
         updates = sums(self._pieces, "update") / self._num_microbatches
         ends = np.arange(len(self._pieces) + 1)[None, :]
         tables = []
@@ -297,28 +298,26 @@ class Search:
     def _score(self, assignment: Assignment) -> tuple[float, float]:
         """Return how far a cut exceeds the memory (1: not at all), and its period, with the best known order."""
         if assignment not in self._scores:
-            costs = self.costs(*assignment)
-            limit = self._memory
+            costs, limit = self.costs(*assignment), self._memory
             self._scores[assignment] = min(
                 (
                     1.0 if limit is None else max(1.0, excess(peak_bytes(schedule, costs), limit)[0]),
                     timed(schedule, costs).period,
                 )
-                for schedule in self._known_schedules(assignment, costs)
+                for schedule in self._known_schedules(assignment)
             )
         return self._scores[assignment]
 
-    def _known_schedules(self, assignment: Assignment, costs: Costs) -> list[Schedule]:
+    def _known_schedules(self, assignment: Assignment) -> list[Schedule]:
         """Return the best order for the first cut of this placement, and under a limit the one with the least memory."""
         starts, placement = assignment
         key = placement, self._trainable(starts)
         if key not in self._schedules:
-            free, flows = self._memory is None, self._flows_for(key[1])
-            first = self.cut(*assignment).timed if free else self._timed(assignment, costs, None)
+            limited, (flows, ages) = self._memory is not None, self._flows_for(key[1])
+            first = self._timed(assignment, None) if limited else self.cut(*assignment).timed
             self._schedules[key] = [first.schedule]
-            if not free and self._pipeline is None:
-                ages = strategy_ages(self._strategy, flows)
-                self._schedules[key].append(choose("depth-first", flows, placement, ages, costs))
+            if limited and self._pipeline is None:
+                self._schedules[key].append(choose("depth-first", flows, placement, ages, first.costs))
         return self._schedules[key]
 
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:

@@ -19,7 +19,7 @@ Read the folder in this order:
     find, named             the best of several orders, and orders by name
     simulation, validation  times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    partitions, assign      stages of equal work, and on devices of unequal speed
+    assign, partitions      stages of equal work, and on devices of unequal speed
     interchange             schedules of torch, as CSV
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's

@@ -7,32 +7,38 @@ from typing import NamedTuple
 
 from nwise.flow import StageFlow
 
-__all__ = [
-    "COMPUTATIONS",
-    "NAMES",
-    "PASSES",
-    "SENDS",
-    "Action",
-    "Kind",
-    "describe",
-    "forwards",
-    "passes",
-]
+__all__ = ["COMPUTATIONS", "PASSES", "SENDS", "Action", "Kind", "describe", "forwards", "passes"]
 
 
 class Kind(Enum):
-    """Kinds of actions: computations (see `nwise.stage`), messages, and bookkeeping."""
+    """Kinds of actions: computations (see `nwise.stage`), messages, and bookkeeping.
 
-    FORWARD = "F"
-    HEAD = "H"
-    INPUT_GRAD = "I"
-    WEIGHT_GRAD = "W"
-    BOTH = "B"
-    SEND_ACTIVATION = "SX"
-    RECEIVE_ACTIVATION = "RX"
-    SEND_GRADIENT = "SG"
-    RECEIVE_GRADIENT = "RG"
-    UPDATE = "U"
+    Attributes:
+        value: letter of the kind.
+        words: name of the kind.
+        costs: names of the `nwise.schedule.Costs` whose sum is its time; none for messages, which no rank waits to send.
+        urgency: place among the ready tasks of a rank (`nwise.schedule.greedy`); the smallest comes first.
+    """
+
+    FORWARD = "F", "forward", ("forward", "overhead"), 2
+    HEAD = "H", "head", ("head",), 0
+    INPUT_GRAD = "I", "input gradient", ("input_grad", "overhead"), 1
+    WEIGHT_GRAD = "W", "weight gradient", ("weight_grad", "overhead"), 3  # it only fills gaps
+    BOTH = "B", "input and weight gradient", ("input_grad", "weight_grad", "overhead"), 1
+    SEND_ACTIVATION = "SX", "sending an activation"
+    RECEIVE_ACTIVATION = "RX", "waiting for an activation"
+    SEND_GRADIENT = "SG", "sending a gradient"
+    RECEIVE_GRADIENT = "RG", "waiting for a gradient"
+    UPDATE = "U", "update", ("update",), 0
+
+    words: str
+    costs: tuple[str, ...]
+    urgency: int
+
+    def __new__(cls, letter: str, words: str, costs: tuple[str, ...] = (), urgency: int = 0) -> Kind:
+        kind = object.__new__(cls)
+        kind._value_, kind.words, kind.costs, kind.urgency = letter, words, costs, urgency
+        return kind
 
     # Members are singletons, so their identity is a valid hash, and faster for millions of actions.
     __hash__ = object.__hash__
@@ -66,23 +72,13 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}{place or minibatch}" + (f"-{self.age}" if self.age else "")
 
 
-NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.HEAD: "head",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.BOTH: "input and weight gradient",
-    Kind.SEND_ACTIVATION: "sending an activation",
-    Kind.RECEIVE_ACTIVATION: "waiting for an activation",
-    Kind.SEND_GRADIENT: "sending a gradient",
-    Kind.RECEIVE_GRADIENT: "waiting for a gradient",
-    Kind.UPDATE: "update",
-}
-
 # The receive at the other end of every kind of send.
 SENDS = {Kind.SEND_ACTIVATION: Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT}
-PASSES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH)
-COMPUTATIONS = (Kind.FORWARD, Kind.HEAD, *PASSES)
+# What makes the gradient to a stage's input, and to its weights.
+INPUT_GRADS = tuple(kind for kind in Kind if "input_grad" in kind.costs)
+WEIGHT_GRADS = tuple(kind for kind in Kind if "weight_grad" in kind.costs)
+PASSES = tuple(kind for kind in Kind if kind in (*INPUT_GRADS, *WEIGHT_GRADS))
+COMPUTATIONS = tuple(kind for kind in Kind if kind.costs and kind is not Kind.UPDATE)
 
 
 def passes(stage: StageFlow, index: int, microbatch: int, minibatch: int = 0, *, fuse: bool = True) -> list[Action]:
@@ -123,4 +119,4 @@ def describe(action: Action) -> str:
     >>> describe(Action(Kind.FORWARD, 2, 1))
     'F2(1) (forward, stage 2, micro-batch 1)'
     """
-    return f"{action} ({NAMES[action.kind]}, stage {action.stage}, micro-batch {action.microbatch})"
+    return f"{action} ({action.kind.words}, stage {action.stage}, micro-batch {action.microbatch})"

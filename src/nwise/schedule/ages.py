@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import Literal
 
 from nwise.flow import Flow, Flows, StageFlow, counted
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import INPUT_GRADS, WEIGHT_GRADS, Action
 from nwise.strategies import Hogwild, Strategy
 
 __all__ = ["Ages", "greedy_ages", "message_ages", "staleness", "strategy_ages"]
@@ -195,13 +195,13 @@ class Ages:
 
     def of(self, action: Action) -> int:
         """Return the age of a computation or an update."""
-        if action.kind in (Kind.FORWARD, Kind.HEAD, Kind.UPDATE):
-            return 0
-        if action.kind is Kind.INPUT_GRAD:
-            return self.messages[action.stage][action.message or 0]
-        if action.kind in (Kind.WEIGHT_GRAD, Kind.BOTH):
+        if action.kind in WEIGHT_GRADS:
             return self.weights[action.stage]
-        raise ValueError(f"Only computations and updates should have an age. Found {action}.")
+        if action.kind in INPUT_GRADS:
+            return self.messages[action.stage][action.message or 0]
+        if not action.kind.costs:
+            raise ValueError(f"Only computations and updates should have an age. Found {action}.")
+        return 0
 
     def hold_in(self, tasks: Iterable[Action]) -> bool:
         """Tell whether all computations have these ages."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = ["balanced"]
+
 Matrix = NDArray[np.float64]
 # The first piece of every stage, and its rank.
 Assignment = tuple[tuple[int, ...], tuple[int, ...]]
@@ -48,6 +50,26 @@ def assign(tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
         else:
             known, high = better, _busiest(better, tables)
     return known
+
+
+def balanced(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+    """Return the contiguous placement whose busiest rank has the least work.
+
+    Args:
+        work: work of every stage, such as `nwise.schedule.bounds.stage_work`.
+        num_ranks: number of ranks, at most that of the stages.
+
+    >>> balanced([1, 1, 1, 4, 1], 2)
+    (0, 0, 0, 1, 1)
+    """
+    # Each stage is one piece here, so its table allows one range only: row k, column k + 1.
+    size = len(work)
+    tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
+    for k, time in enumerate(work):
+        tables[k][k, k + 1] = time
+    groups = assign([tables] * num_ranks)
+    assert groups is not None, "there are as many stages as ranks"
+    return groups[1]
 
 
 def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | None:

@@ -26,7 +26,6 @@ __all__ = [
     "method_flows",
     "stages_on",
     "timed_method",
-    "timed_order",
     "timed_pipeline",
 ]
 
@@ -87,53 +86,33 @@ def timed_pipeline(name: str, flows: Flows, costs: Costs, placement: Placement, 
     return fastest(_schedules(name, flows, placement, costs, small=memory is not None), costs, name, memory=memory)
 
 
-def timed_method(name: str, **options: Any) -> Timed:
-    """Return a pipeline of `BASELINES` or the best schedule of a strategy, by name.
+def timed_method(name: str, order: str = "best", **options: Any) -> Timed:
+    """Return a pipeline of `BASELINES`, or a schedule of a strategy, by name.
 
     Args:
         name: name of a pipeline or strategy.
-        options: options of `baseline` or `best`, which are the same.
+        order: order of a strategy, one of `nwise.schedule.named.ORDERS`, which a pipeline runs under that name; default: the
+            best.
+        options: options of `baseline` or `best`, which are the same; another order than the best meets no `memory`.
 
     Raises:
-        ValueError: the name is unknown, or an option is out of range.
-    """
-    if name in BASELINES:
-        return baseline(name, **options)
-    return best(known_method(name), **options)
+        ValueError: a name is unknown, or an option is out of range.
 
-
-def timed_order(
-    order: str,
-    strategy: str,
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    costs: Costs,
-    placement: str | Sequence[int] = "contiguous",
-    num_ranks: int | None = None,
-) -> Timed:
-    """Return the schedule of a strategy in one of `ORDERS`, which a pipeline runs under that name.
-
-    Args:
-        order: one of `ORDERS`.
-        strategy: name of the strategy.
-        num_stages, num_microbatches, costs, placement, num_ranks: as for `best`.
-
-    Raises:
-        ValueError: a name is unknown, or a number is out of range.
-
-    >>> timed_order("phase", "2-wise", num_stages=8, num_microbatches=4, costs=Costs(1, 0.5, 1, 1)).period
-    18.0
+    >>> options = {"num_stages": 8, "num_microbatches": 4, "costs": Costs(1, 0.5, 1, 1)}
+    >>> timed_method("2-wise", "phase", **options).period, timed_method("1f1b", **options).period
+    (18.0, 35.0)
     """
     check_order(order)
-    if strategy in BASELINES:
+    if name in BASELINES and order != "best":
         raise ValueError(
-            f"`strategy` should be a strategy if an order is given. Found {strategy!r}, which is itself an order; use "
-            "'end-to-end'."
+            f"`strategy` should be a strategy if an order is given. Found {name!r}, which is itself an order; use 'end-to-end'."
         )
-    rule = known_method(strategy)
-    flows, ranks, ages = problem(rule, num_stages, num_microbatches, costs, placement, num_ranks)
-    return timed(choose(order, flows, ranks, ages, costs), costs)
+    if name in BASELINES:
+        return baseline(name, **options)
+    if order == "best":
+        return best(known_method(name), **options)
+    flows, ranks, ages = problem(known_method(name), **options)
+    return timed(choose(order, flows, ranks, ages, options["costs"]), options["costs"])
 
 
 def known_method(name: str) -> Strategy:

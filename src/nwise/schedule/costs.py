@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 from nwise.checks import check_at_least
 from nwise.flow import StageFlow
@@ -17,16 +17,24 @@ Scalars = float | Sequence[float]
 
 _LARGEST = 1e30  # keeps sums finite
 
-# Costs divided among the micro-batches of a mini-batch.
-_OF_BATCH = (
-    *("forward", "head", "input_grad", "weight_grad", "message_bytes", "activation_bytes", "output_bytes"),
-    *("cotangent_bytes", "scratch_bytes", "weight_grad_peak_bytes", "both_peak_bytes"),
-    *("input_grad_peak_bytes", "head_peak_bytes"),
-)
-# Costs common to all stages.
-_COMMON = ("latency", "overhead", "bandwidth")
-# Costs that a part of a stage has in full.
-_WHOLE = ("head", "message_bytes", "output_bytes", "head_peak_bytes", "head_gradient_bytes", "chain_share")
+
+class Row(NamedTuple):
+    """How a field of `Costs` follows from other costs.
+
+    Args:
+        unit: its unit; devices of another speed change a ``"time"`` alone.
+        each: of what it is the cost: of a ``"microbatch"``, so M micro-batches share that of a mini-batch, or of something else.
+        pieces: how a stage has it from its pieces: their ``"sum"``, that of the ``"largest"``, that of the ``"last"``, which ends
+            the stage, or from the ``"path"`` through them (`nwise.schedule.partitions`); ``"link"`` if all stages share it.
+    """
+
+    unit: Literal["time", "bytes", "share", "rate"]
+    each: Literal["microbatch", "action", "update", "always"]
+    pieces: Literal["sum", "largest", "last", "path", "link"]
+
+
+def _cost(*row: str) -> dict[str, Row]:
+    return {"row": Row(*row)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -66,43 +74,43 @@ class Costs:
     (1.0, 2.0)
     """
 
-    forward: Scalars
-    head: Scalars
-    input_grad: Scalars
-    weight_grad: Scalars
-    chain_share: Scalars = 1.0
-    update: Scalars = 0.0
-    latency: float = 0.0
-    overhead: float = 0.0
-    bandwidth: float = math.inf
-    message_bytes: Scalars = 1.0
-    activation_bytes: Scalars = 1.0
-    output_bytes: Scalars = 0.0
-    cotangent_bytes: Scalars = 0.0
-    gradient_bytes: Scalars = 0.0
-    head_gradient_bytes: Scalars = 0.0
-    weight_bytes: Scalars = 0.0
-    fixed_bytes: Scalars = 0.0
-    scratch_bytes: Scalars = 0.0
-    weight_grad_peak_bytes: Scalars = 0.0
-    both_peak_bytes: Scalars = 0.0
-    input_grad_peak_bytes: Scalars = 0.0
-    head_peak_bytes: Scalars = 0.0
-    update_peak_bytes: Scalars = 0.0
+    forward: Scalars = field(metadata=_cost("time", "microbatch", "sum"))
+    head: Scalars = field(metadata=_cost("time", "microbatch", "last"))
+    input_grad: Scalars = field(metadata=_cost("time", "microbatch", "sum"))
+    weight_grad: Scalars = field(metadata=_cost("time", "microbatch", "sum"))
+    chain_share: Scalars = field(default=1.0, metadata=_cost("share", "action", "path"))
+    update: Scalars = field(default=0.0, metadata=_cost("time", "update", "sum"))
+    latency: float = field(default=0.0, metadata=_cost("time", "action", "link"))
+    overhead: float = field(default=0.0, metadata=_cost("time", "action", "link"))
+    bandwidth: float = field(default=math.inf, metadata=_cost("rate", "always", "link"))
+    message_bytes: Scalars = field(default=1.0, metadata=_cost("bytes", "microbatch", "last"))
+    activation_bytes: Scalars = field(default=1.0, metadata=_cost("bytes", "microbatch", "sum"))
+    output_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "last"))
+    cotangent_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "sum"))
+    gradient_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "sum"))
+    head_gradient_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "last"))
+    weight_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "always", "sum"))
+    fixed_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "always", "sum"))
+    scratch_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "largest"))
+    weight_grad_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
+    both_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
+    input_grad_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
+    head_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "last"))
+    update_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "sum"))
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, row in ROWS.items():
+            value = getattr(self, name)
             if hasattr(value, "tolist"):  # numpy's and torch's numbers and arrays
                 value = value.tolist()
             many = isinstance(value, Sequence) and not isinstance(value, str)
             if many and not value:
-                raise ValueError(f"`{field.name}` should be a number, or one per stage. Found none.")
+                raise ValueError(f"`{name}` should be a number, or one per stage. Found none.")
             for number in value if many else [value]:
-                _check(field.name, number)
-            if many and field.name in _COMMON:
-                raise ValueError(f"`{field.name}` should be one number. Found {value!r}.")
-            object.__setattr__(self, field.name, tuple(value) if many else value)
+                _check(name, number)
+            if many and row.pieces == "link":
+                raise ValueError(f"`{name}` should be one number. Found {value!r}.")
+            object.__setattr__(self, name, tuple(value) if many else value)
 
     def per_stage(self, name: str, num_stages: int) -> tuple[float, ...]:
         """Return one value per stage."""
@@ -119,7 +127,8 @@ class Costs:
         Costs per action (`overhead`, `latency`), per update (`update`) and of fixed memory are not divided.
         """
         check_at_least(1, num_microbatches=num_microbatches)
-        changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in _OF_BATCH}
+        names = [name for name, row in ROWS.items() if row.each == "microbatch"]
+        changes: dict[str, Any] = {name: _divide(getattr(self, name), num_microbatches) for name in names}
         return replace(self, **changes)
 
     def cut_in(self, parts: int) -> Costs:
@@ -130,10 +139,16 @@ class Costs:
         """
         check_at_least(1, parts=parts)
         changes: dict[str, Any] = {}
-        for name in {field.name for field in fields(self)}.difference(_COMMON):
-            part = _divide(getattr(self, name), 1 if name in _WHOLE else parts)
+        for name, row in ROWS.items():
+            if row.pieces == "link":
+                continue
+            part = _divide(getattr(self, name), 1 if row.pieces == "last" or row.unit == "share" else parts)
             changes[name] = tuple(x for x in part for _ in range(parts)) if isinstance(part, tuple) else part
         return replace(self, **changes)
+
+
+# How every field follows from other costs: a field without this does not load.
+ROWS: dict[str, Row] = {cost.name: cost.metadata["row"] for cost in fields(Costs)}
 
 
 def _check(name: str, number: object) -> None:
@@ -177,16 +192,14 @@ class Prices:
 
 def prices(costs: Costs, num_stages: int) -> list[Prices]:
     """Return the prices of every stage."""
-    names, over = ("forward", "head", "input_grad", "weight_grad", "update", "chain_share"), costs.overhead
-    kinds = (Kind.FORWARD, Kind.HEAD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH, Kind.UPDATE)
-    return [
-        Prices(
-            dict(zip(kinds, (f + over, h, i + over, w + over, i + w + over, u), strict=True)),
-            w + share * i + over,
-            over,
-        )
-        for f, h, i, w, u, share in zip(*(costs.per_stage(name, num_stages) for name in names), strict=True)
-    ]
+    names = [*dict.fromkeys(name for kind in Kind for name in kind.costs), "chain_share"]
+    result = []
+    for column in zip(*(costs.per_stage(name, num_stages) for name in names), strict=True):
+        one = dict(zip(names, column, strict=True))
+        times = {kind: sum(one[name] for name in kind.costs) for kind in Kind if kind.costs}
+        separate = one["weight_grad"] + one["chain_share"] * one["input_grad"] + costs.overhead
+        result.append(Prices(times, separate, costs.overhead))
+    return result
 
 
 TRANSFORMER = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, overhead=0.02)

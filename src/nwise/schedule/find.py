@@ -11,12 +11,13 @@ from nwise.checks import check_at_least
 from nwise.flow import Flows, counted, flows_for
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, strategy_ages
+from nwise.schedule.assign import balanced
 from nwise.schedule.bounds import lower_bound, stage_work
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.orders import Actions, make_schedule, paced
-from nwise.schedule.placement import Placement, balanced, make_placement
+from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import Deadlock
 from nwise.schedule.timing import CLOSE, Limit, Timed, check_memory, excess, rounded, timed
@@ -95,8 +96,8 @@ def problem(
     num_stages: int,
     num_microbatches: int,
     costs: Costs,
-    placement: str | Sequence[int],
-    num_ranks: int | None,
+    placement: str | Sequence[int] = "contiguous",
+    num_ranks: int | None = None,
 ) -> tuple[Flows, Placement, Ages]:
     """Return the flow of every micro-batch, the rank of every stage and the age of every pass; see `best`."""
     check_at_least(1, num_stages=num_stages, num_microbatches=num_microbatches)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import INPUT_GRADS, Action, Kind
 from nwise.schedule.clock import durations
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph
@@ -236,9 +236,7 @@ class _Run:
 
 def urgency(action: Action, graph: TaskGraph) -> tuple[int, int, int]:
     """Return the place of a task among the ready ones of a rank; the smallest comes first."""
-    k = action.stage
-    if action.kind in (Kind.INPUT_GRAD, Kind.BOTH):
-        far = graph.flows[action.minibatch][action.microbatch].stages[k].cotangent(action.message).far
-        return (1, far - k, k)  # the nearest loss first
-    first, forward, last = (0, 0, 0), (2, 0, -k), (3, 0, 0)  # what is deepest feeds the most stages; W only fills gaps
-    return {Kind.HEAD: first, Kind.UPDATE: first, Kind.FORWARD: forward, Kind.WEIGHT_GRAD: last}[action.kind]
+    kind, k, m, q, minibatch, _ = action
+    if kind in INPUT_GRADS:  # the nearest loss first
+        return kind.urgency, graph.flows[minibatch][m].stages[k].cotangent(q).far - k, k
+    return kind.urgency, 0, -k if kind is Kind.FORWARD else 0  # the deepest forward feeds the most stages

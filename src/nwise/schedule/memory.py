@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from nwise.schedule.actions import PASSES, Kind
+from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Kind
 from nwise.schedule.costs import Costs
 from nwise.schedule.schedule import Schedule
 
@@ -29,13 +29,6 @@ _Places = dict[tuple[int, int, int], list[int]]
 _Span = tuple[int, int, int, float]
 
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
-_PEAKS = {
-    Kind.HEAD: "head",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-    Kind.BOTH: "both",
-    Kind.UPDATE: "update",
-}
 
 
 def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
@@ -50,8 +43,12 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     size = schedule.num_stages
     kept, output, scratch = (costs.per_stage(f"{name}_bytes", size) for name in ("activation", "output", "scratch"))
     # The peak of every kind of action, by stage, beyond the memory in use before.
-    extra = {kind: costs.per_stage(f"{name}_peak_bytes", size) for kind, name in _PEAKS.items()}
-    extra[Kind.FORWARD] = tuple(map(sum, zip(kept, output, scratch, strict=True)))
+    forward = tuple(map(sum, zip(kept, output, scratch, strict=True)))
+    extra = {
+        kind: forward if kind is Kind.FORWARD else costs.per_stage(f"{kind.name.lower()}_peak_bytes", size)
+        for kind in Kind
+        if kind.costs
+    }
     peaks = []
     for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs, recompute=recompute), strict=True):
         work = _Work(schedule, numbers, recompute)
@@ -73,7 +70,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             if action.kind in PASSES and schedule.graph.stage(task).cotangent(action.message).is_new:
                 peak += output[k]
             if i in reruns:
-                peak = max(extra[Kind.FORWARD][k], kept[k] + output[k] + peak)
+                peak = max(forward[k], kept[k] + output[k] + peak)
             most = max(most, live + peak)
             live += begins[i]
             most = max(most, live)
@@ -177,7 +174,7 @@ class _Work:
         updates = {(a.stage, a.minibatch): i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
         begins: dict[tuple[bool, int, int], int] = {}
         for i, a in enumerate(actions):
-            if a.kind in (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH):
+            if a.kind in (Kind.HEAD, *WEIGHT_GRADS):
                 begins.setdefault((a.kind is Kind.HEAD, a.stage, graph.call[self._numbers[i]]), i)
         for (head, k, call), i in begins.items():
             yield i, updates[k, call], 0, (head_gradient if head else gradient)[k]

@@ -27,7 +27,6 @@ from nwise.schedule.orders import TYPICAL, RankRule, StageRule, make_schedule, s
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import merge
-from nwise.schedule.validation import validate
 
 if TYPE_CHECKING:
     from nwise.schedule.timing import Limit, Timed
@@ -133,14 +132,14 @@ def choose(
             )
         if order.ages != ages:
             order = replace(order, graph=replace(order.graph, ages=ages))
-        if order.placement != placement:
-            if max(placement) > 0:
-                raise ValueError(
-                    f"`schedule` should be made for the pipeline's placement {placement}. Found one for {order.placement}."
-                )
-            return one_process(order)
+        if order.placement != placement and max(placement) > 0:
+            raise ValueError(
+                f"`schedule` should be made for the pipeline's placement {placement}. Found one for {order.placement}."
+            )
+        from nwise.schedule.validation import validate  # most pipelines run an order by name
+
         validate(order)
-        return order
+        return order if order.placement == placement else one_process(order)
     if order == "best":
         from nwise.schedule.find import DoesNotFit, best_order  # most pipelines of one process search for nothing
 
@@ -166,9 +165,8 @@ def one_process(schedule: Schedule) -> Schedule:
     """Return a schedule of the same actions for one process, which runs them in an order that every list allows.
 
     Raises:
-        ValueError: the lists are in a deadlock.
+        Deadlock: no order does.
     """
-    validate(schedule)
     graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
     lists = tuple((tuple(merge(graph, lists)),) for lists in schedule.lists)
     return Schedule(schedule.order, graph, lists)

@@ -27,7 +27,6 @@ from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import Costs
 from nwise.schedule.graph import TaskGraph, task_graph
-from nwise.schedule.greedy import ListScheduler
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, with_updates
 from nwise.schedule.sweep import Deadlock, merge
@@ -82,6 +81,8 @@ def make_schedule(
     elif num_ranks == 1 and cap is None:
         calls = [[merge(graph, call)] for call in lists]
     else:
+        from nwise.schedule.greedy import ListScheduler  # few pipelines of one process need it
+
         [(_, calls)] = ListScheduler(graph, lists, costs, cap).run()
     return with_updates(order, graph, calls)
 
@@ -112,6 +113,8 @@ def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Cal
     Raises:
         ValueError: a weight gradient is younger than the messages that it needs can be.
     """
+    from nwise.schedule.greedy import ListScheduler
+
     lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
     early, calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
     graph, known = replace(early, ages=latest), set[object]()

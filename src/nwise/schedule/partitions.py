@@ -1,27 +1,20 @@
-"""Partition: assign the pieces of a network, by their measured costs, to stages of equal work, heads included."""
+"""Partitions: the pieces of a network with their measured costs, and the costs of the stages that they are grouped into."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 import numpy as np
 
 from nwise.flow import Flow, StageFlow
-from nwise.schedule.assign import Matrix, assign
-from nwise.schedule.costs import Costs
+from nwise.schedule.assign import Matrix
+from nwise.schedule.costs import ROWS, Costs
 
-__all__ = ["Piece", "check_enough", "partition", "pieces_of", "stage_costs", "sums", "work"]
-
-# Costs of a stage that are the sums of its pieces', and those of its last piece.
-_SUMS = (
-    *("forward", "input_grad", "weight_grad", "update", "activation_bytes", "cotangent_bytes", "gradient_bytes"),
-    *("weight_bytes", "fixed_bytes", "update_peak_bytes"),
-)
-_OF_LAST = ("head", "message_bytes", "head_gradient_bytes", "head_peak_bytes")
+__all__ = ["Piece", "check_enough", "pieces_of", "stage_costs", "sums", "work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +66,6 @@ class Piece:
     learns: bool = True
 
 
-def partition(pieces: Sequence[Piece], flows: Sequence[Flow]) -> list[int]:
-    """Choose where stages begin, so the busiest stage has as little work as possible.
-
-    Args:
-        pieces: pieces in order, at least as many as stages.
-        flows: work of every stage; of several flows (those of a rotating strategy) the largest counts.
-
-    Returns:
-        The index of the first piece of every stage.
-
-    Raises:
-        ValueError: there are fewer pieces than stages.
-
-    >>> from nwise import NWise, find_flow
-    >>> pieces = [Piece(str(i), 1, 1, 1, 0, 1) for i in range(7)]
-    >>> partition(pieces, [find_flow(NWise(2).credit(3))])
-    [0, 3, 5]
-    """
-    num_stages = len(flows[0].stages)
-    check_enough(pieces, num_stages)
-    tables = [work(pieces, [flow.stages[k] for flow in flows]) for k in range(num_stages)]
-    cut = assign([tables] * num_stages)
-    assert cut is not None, "nothing forbids a cut"
-    return list(cut[0])
-
-
 def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     """Return a network with given costs in pieces, each named by the share of the network before it.
 
@@ -111,15 +78,13 @@ def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     [('0 %', 0.5), ('25 %', 0.5), ('50 %', 0.5), ('75 %', 0.5)]
     """
     size, costs = num_stages * parts, costs.cut_in(parts)
-    names = (*_SUMS, *_OF_LAST, "scratch_bytes", "chain_share")
-    columns = zip(*(costs.per_stage(name, size) for name in names), strict=True)
-    pieces = []
-    for i, column in enumerate(columns):
-        values = dict(zip(names, column, strict=True))
-        chain = values.pop("chain_share") * values["input_grad"]
-        peak = costs.per_stage("weight_grad_peak_bytes", size)[i]
-        pieces.append(Piece(f"{i / size:.0%}".replace("%", " %"), chain=chain, peak_bytes=peak, **values))
-    return pieces
+    values: dict[str, Any] = {name: costs.per_stage(name, size) for name in ROWS}
+    chains = [share * time for share, time in zip(values["chain_share"], values["input_grad"], strict=True)]
+    values |= {"chain": tuple(chains), "peak_bytes": values["weight_grad_peak_bytes"]}
+    known = [field.name for field in fields(Piece) if field.name in values]
+    return [
+        Piece(f"{i / size:.0%}".replace("%", " %"), **{name: values[name][i] for name in known}) for i in range(size)
+    ]
 
 
 def check_enough(pieces: Sequence[object], num_stages: int) -> None:
@@ -168,24 +133,28 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
 
     Args:
         pieces: pieces in order.
-        starts: index of the first piece of every stage, from `partition`.
+        starts: index of the first piece of every stage.
         flows: flows that determine which heads run.
         links: ``latency``, ``bandwidth`` or ``overhead`` of `Costs`.
     """
     ends = [*starts[1:], len(pieces)]
     stages = [pieces[a:b] for a, b in zip(starts, ends, strict=True)]
     heads = [any(flow.stages[k].head for flow in flows) for k in range(len(stages))]
-    costs: dict[str, Any] = {name: [sum(getattr(piece, name) for piece in stage) for stage in stages] for name in _SUMS}
-    costs |= {name: [getattr(stage[-1], name) for stage in stages] for name in _OF_LAST}
-    costs["output_bytes"] = costs["message_bytes"]
     # The chain from the output to the first piece's weights goes through all other pieces and a part of the first.
     chains = [stage[0].chain + sum(piece.input_grad for piece in stage[1:]) for stage in stages]
-    costs["chain_share"] = [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, costs["input_grad"], strict=True)]
-    costs["scratch_bytes"] = [max(piece.scratch_bytes for piece in stage) for stage in stages]
+    through = [sum(piece.input_grad for piece in stage) for stage in stages]
     given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
-    costs["weight_grad_peak_bytes"] = list(map(_peak, stages))
-    costs["both_peak_bytes"] = list(map(_peak, stages, given))
-    costs["input_grad_peak_bytes"] = [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)]
+    costs: dict[str, Any] = {
+        "chain_share": [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, through, strict=True)],
+        "output_bytes": [stage[-1].message_bytes for stage in stages],
+        "weight_grad_peak_bytes": list(map(_peak, stages)),
+        "both_peak_bytes": list(map(_peak, stages, given)),
+        "input_grad_peak_bytes": [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)],
+    }
+    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "largest": max, "last": itemgetter(-1)}
+    for name, row in ROWS.items():
+        if name not in costs and row.pieces != "link":
+            costs[name] = [combine[row.pieces]([getattr(piece, name) for piece in stage]) for stage in stages]
     for k, stage in enumerate(stages):
         costs["activation_bytes"][k] += sum(_kept_inside(stage))
         costs["fixed_bytes"][k] += heads[k] * stage[-1].head_bytes

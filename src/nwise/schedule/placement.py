@@ -13,12 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 
-import numpy as np
-
 from nwise.checks import hint
-from nwise.schedule.assign import assign
 
-__all__ = ["PLACEMENTS", "Placement", "balanced", "check_name", "make_placement", "parse_placement"]
+__all__ = ["PLACEMENTS", "Placement", "check_name", "make_placement", "parse_placement"]
 
 PLACEMENTS = ("contiguous", "interleaved", "v")
 Placement = tuple[int, ...]
@@ -44,26 +41,6 @@ def check_name(placement: str) -> None:
             f"`placement` should be one of {', '.join(PLACEMENTS)}, or a rank for every stage. Found {placement!r}."
             f"{hint(placement, PLACEMENTS)}"
         )
-
-
-def balanced(work: Sequence[float], num_ranks: int) -> Placement:
-    """Return the contiguous placement whose busiest rank has the least work.
-
-    Args:
-        work: work of every stage, such as `nwise.schedule.bounds.stage_work`.
-        num_ranks: number of ranks, at most that of the stages.
-
-    >>> balanced([1, 1, 1, 4, 1], 2)
-    (0, 0, 0, 1, 1)
-    """
-    # Each stage is one piece here, so its table allows one range only: row k, column k + 1.
-    size = len(work)
-    tables = [np.full((size + 1, size + 1), np.inf) for _ in work]
-    for k, time in enumerate(work):
-        tables[k][k, k + 1] = time
-    groups = assign([tables] * num_ranks)
-    assert groups is not None, "there are as many stages as ranks"
-    return groups[1]
 
 
 def make_placement(placement: str | Sequence[int], num_stages: int, num_ranks: int) -> Placement:

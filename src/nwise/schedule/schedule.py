@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import chain, groupby
 
 from nwise.flow import Flows
-from nwise.schedule.actions import PASSES, Action, Kind, transfer
+from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Action, Kind, transfer
 from nwise.schedule.ages import Ages
 from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.placement import Placement
@@ -123,7 +123,7 @@ class Schedule:
         """The last head and the last W or B of every stage in each call, after which their gradients are complete."""
         tasks, last = self.graph.tasks, dict[tuple[int, int, bool], int]()
         for call, task in ((call, task) for call, lists in enumerate(self.lists) for task in chain(*lists)):
-            if tasks[task].kind in (Kind.HEAD, Kind.WEIGHT_GRAD, Kind.BOTH):
+            if tasks[task].kind in (Kind.HEAD, *WEIGHT_GRADS):
                 last[call, tasks[task].stage, tasks[task].kind is Kind.HEAD] = task
         return frozenset(last.values())
 

@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from nwise.app.report.html import plotly
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
 from nwise.schedule import BASELINES, Timed, timed
-from nwise.schedule.baselines import timed_method, timed_order
+from nwise.schedule.baselines import timed_method
 from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
@@ -139,10 +138,10 @@ class ScheduleCommand:
         options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
         if self.placement is not None:
             options["placement"] = parse_placement(self.placement)
-        time = timed_method if self.order == "best" else partial(timed_order, self.order)
         ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
         for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
-            schedule = time(name, num_stages=stages, num_microbatches=m, costs=parse_costs(text), **options)
+            options |= {"num_stages": stages, "num_microbatches": m, "costs": parse_costs(text)}
+            schedule = timed_method(name, self.order, **options)
             yield text, schedule, f"{name}, A = {stages}{ranks}, M = {m}"
 
     def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:

@@ -19,10 +19,10 @@ from nwise.planning.plans import STRATEGIES
 from nwise.planning.profiling import Profile, numbers_to_try, profile
 from nwise.progress import progress_bar
 from nwise.schedule import Costs, DoesNotFit
+from nwise.schedule.assign import balanced
 from nwise.schedule.baselines import method_flows
 from nwise.schedule.bounds import stage_work
 from nwise.schedule.partitions import stage_costs
-from nwise.schedule.placement import balanced
 from nwise.strategies import strategy
 
 _GIB = 2.0**30

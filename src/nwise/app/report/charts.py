@@ -10,7 +10,6 @@ from nwise.app.report.figures import COLOURS
 from nwise.app.report.grid import KIND_COLOURS
 from nwise.app.report.summary import AXES, Series
 from nwise.schedule import Kind
-from nwise.schedule.actions import NAMES
 from nwise.schedule.simulation import Event
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -88,7 +87,7 @@ def six_digits(number: float) -> float:
 
 def kinds() -> dict[str, dict[str, str]]:
     """Return name and colour of every kind of action, for `gantt.js`."""
-    return {kind.value: {"name": NAMES[kind], "colour": colour} for kind, colour in KIND_COLOURS.items()}
+    return {kind.value: {"name": kind.words, "colour": colour} for kind, colour in KIND_COLOURS.items()}
 
 
 def utilisation(names: Sequence[str], shares: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nwise.app.report.figures import COLOURS, new_figure
 from nwise.schedule import Kind, Timed, Timeline, simulate
-from nwise.schedule.actions import NAMES, PASSES
+from nwise.schedule.actions import PASSES
 from nwise.schedule.placement import Placement
 from nwise.schedule.simulation import Event, Message
 
@@ -131,7 +131,7 @@ def terminal_grid(picture: Picture, width: int) -> Text:
 
 def legend(pictures: Sequence[Picture]) -> Text:
     """Explain the letters and colours."""
-    kinds = [part for kind in _kinds(pictures) for part in ((f" {kind.value} ", _style(kind)), f" {NAMES[kind]}  ")]
+    kinds = [part for kind in _kinds(pictures) for part in ((f" {kind.value} ", _style(kind)), f" {kind.words}  ")]
     return Text.assemble(*kinds, "numbers are micro-batches; every other mini-batch is bold")
 
 
@@ -162,7 +162,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
         for axes, picture, by_batch in zip(panels, pictures, whole, strict=True):
             _draw(axes, picture, longest, width, by_batch=by_batch)
         kinds = _kinds(pictures)
-        patches = [Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {NAMES[k]}") for k in kinds]
+        patches = [Patch(facecolor=KIND_COLOURS[k], edgecolor="#444444", label=f"{k.value}  {k.words}") for k in kinds]
         columns = min(len(kinds), max(2, int(width // 1.9)))
         figure.legend(handles=patches, loc="outside lower center", ncols=columns, frameon=False)
         numbers = "mini-batches" if all(whole) else "micro-batches" + (" (mini-batches if M = 1)" if any(whole) else "")
