@@ -468,8 +468,7 @@ class Balanced(nn.Module):
         return self.inject(h, 0.1 * h.square().mean() + self.router(x).square().mean())
 
 
-@pytest.mark.parametrize("reruns", [False, True])
-@pytest.mark.parametrize("inject", [nwise.inject, injecting])
+@pytest.mark.parametrize(("inject", "reruns"), [(nwise.inject, False), (nwise.inject, True), (injecting, True)])
 @pytest.mark.parametrize(
     ("strategy", "schedule"), [*ORDERS, ("geometric-0.5", "depth-first"), ("local", "depth-first")]
 )
