@@ -721,15 +721,6 @@ def test_resume_with_other_optimizer_variant_drops_state(tmp_path: Path) -> None
     )
 
 
-def test_save_optimizer_of_foreign_parameters_raises(tmp_path: Path) -> None:
-    pipe, other = pipeline((4,), "end-to-end"), nn.Parameter(torch.ones(3))
-    update = torch.optim.SGD([other], lr=0.1, momentum=0.9)
-    other.grad = torch.ones(3)
-    update.step()
-    with pytest.raises(ValueError, match=r"should be of the pipeline's parameters. Found another one, of shape \(3,\)"):
-        Checkpoints(tmp_path, pipe, update).save()
-
-
 class Extra(nn.Linear):
     def get_extra_state(self) -> dict[str, int]:
         return {"a": 1}
