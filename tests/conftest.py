@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import HealthCheck, settings
 
 SHARED = Path(os.environ.get("NWISE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -22,9 +20,19 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# The same examples in every run, on slow machines too.
-settings.register_profile("fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fixed")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the examples of hypothesis: the same in every run, on slow machines too.
+
+    The process that hands tests out to workers runs none. It begins two seconds earlier without hypothesis and torch.
+    """
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("fixed")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -41,12 +49,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
+    import torch
+
     torch.set_num_threads(1)  # several processes at once, and sums in one order
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def float64() -> Iterator[None]:
+    import torch
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield

@@ -82,6 +82,14 @@ def forked(
     return subprocess.CompletedProcess(list(arguments), first, *("".join(text) for text in texts))
 
 
+def scripted(
+    num_processes: int, text: str, folder: Path, *arguments: str, name: str = "script.py", **options: Any
+) -> Done:
+    """Write a script and run it on every rank."""
+    (folder / name).write_text(text)
+    return forked(num_processes, [str(folder / name), *arguments], folder, **options)
+
+
 def started(
     num_processes: int, arguments: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
 ) -> list[Any]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -64,19 +65,19 @@ def saved(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "optimizer"),
     [
-        "local",
-        "2-wise",
-        "end-to-end",
-        "rotating-2",
-        "2-wise-hogwild-forward",
-        "hogwild-forward-least",
-        "end-to-end-delay-2",
-        "rotating-2-delay-1",
+        ("local", "adam"),
+        ("2-wise", "sgd"),
+        ("end-to-end", "adam"),
+        ("rotating-2", "adam"),
+        ("2-wise-hogwild-forward", "sgd"),
+        ("hogwild-forward-least", "adam"),
+        ("end-to-end-delay-2", "adam"),
+        ("end-to-end-delay-2", "sgd"),
+        ("rotating-2-delay-1", "adam"),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_resume_is_bitwise(strategy: str, optimizer: str, tmp_path: Path) -> None:
     """Equal to a run without any checkpoint, in the middle of a delay too."""
     cut = (1, 1, 1, 1)
@@ -579,19 +580,18 @@ def test_crafted_checkpoint_index_raises(change: dict[str, Any], message: str, t
         Checkpoints(one.parent, pipeline((2, 2), "2-wise")).resume()
 
 
-def test_facts_in_lists_have_types_too(tmp_path: Path) -> None:
-    types = {"ends": list[str]}
-    assert state.check_facts({"ends": ["a", "b"]}, tmp_path, types)
-    for wrong in ("ab", ["a", 1]):
-        with pytest.raises(DamagedError, match="should have 'ends' among its facts"):
-            state.check_facts({"ends": wrong}, tmp_path, types)
-
-
-def test_facts_in_dictionaries_have_types_too(tmp_path: Path) -> None:
-    types = {"rates": dict[str, float]}
-    assert state.check_facts({"rates": {"a": 1, "b": 0.5}}, tmp_path, types)
-    with pytest.raises(DamagedError, match="should have 'rates' among its facts. Found {'a': 1, 'b': 'x'}"):
-        state.check_facts({"rates": {"a": 1, "b": "x"}}, tmp_path, types)
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        (list[str], ["a", "b"], "ab"),
+        (list[str], ["a", "b"], ["a", 1]),
+        (dict[str, float], {"a": 1, "b": 0.5}, {"a": 1, "b": "x"}),
+    ],
+)
+def test_facts_inside_lists_and_dictionaries_have_types_too(kind: Any, right: Any, wrong: Any, tmp_path: Path) -> None:
+    assert state.check_facts({"ends": right}, tmp_path, {"ends": kind})
+    with pytest.raises(DamagedError, match=re.escape(f"should have 'ends' among its facts. Found {wrong!r}")):
+        state.check_facts({"ends": wrong}, tmp_path, {"ends": kind})
 
 
 def test_checkpoint_has_its_name_only_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,12 +636,12 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_check_detects_every_flipped_bit(tmp_path: Path) -> None:
-    """Flip two thousand random bits, one at a time, over all files of a checkpoint."""
+    """Flip five hundred random bits, one at a time, over all files of a checkpoint."""
     one, rng = saved(tmp_path), random.Random(0)
     files.check(one)
     paths = sorted(one.iterdir())
     sizes = [path.stat().st_size for path in paths]
-    for _ in range(2000):
+    for _ in range(500):
         (file,) = rng.choices(paths, sizes)
         bit = rng.randrange(8 * file.stat().st_size)
         flip(file, bit)
@@ -719,15 +719,6 @@ def test_resume_with_other_optimizer_variant_drops_state(tmp_path: Path) -> None
     assert Checkpoints(tmp_path, pipe, other).resume() == Resumed(
         0, "optimizer Adam -> Adam with amsgrad, with fresh state"
     )
-
-
-def test_save_optimizer_of_foreign_parameters_raises(tmp_path: Path) -> None:
-    pipe, other = pipeline((4,), "end-to-end"), nn.Parameter(torch.ones(3))
-    update = torch.optim.SGD([other], lr=0.1, momentum=0.9)
-    other.grad = torch.ones(3)
-    update.step()
-    with pytest.raises(ValueError, match=r"should be of the pipeline's parameters. Found another one, of shape \(3,\)"):
-        Checkpoints(tmp_path, pipe, update).save()
 
 
 class Extra(nn.Linear):

@@ -112,13 +112,13 @@ def test_recipe_argument_may_come_last(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["compare", "--max-steps", "44", "--filters", "2", "--strategies", "local", "local@22,end-to-end"]
-    assert cli.run([*arguments, "--figure", "f/c.png"]) == 0
+    arguments = ["compare", "--filters", "2", "--max-steps"]
+    assert cli.run([*arguments, "4", "--strategies", "local", "local@2,end-to-end", "--figure", "f/c.png"]) == 0
     out = capsys.readouterr().out
     assert "equal time" in out
     assert "modelled and not measured" in out
     assert Path("f/c.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.run([*arguments, "--json"]) == 0
+    assert cli.run([*arguments, "44", "--strategies", "local", "local@22,end-to-end", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     rows = record["results"]
     assert json.loads(Path("runs/compare-digits-002/compare.json").read_text())["results"] == rows

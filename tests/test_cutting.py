@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
-from launch import forked
+from launch import scripted
 from test_microbatch import Counted, Do, X, attention, grads, mse, pipeline, plain
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -554,8 +554,7 @@ print("not refused", flush=True)
 
 def test_several_processes_notice_the_same(tmp_path: Path) -> None:
     """Given micro-batches, a loss on the last rank, and a network on the first, whose error ends the other."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = forked(2, [str(tmp_path / "script.py")], tmp_path)
+    done = scripted(2, SCRIPT, tmp_path)
     assert done.stdout.count("so far") == 2, done.stderr[-3000:]
     assert done.returncode != 0
     assert "not refused" not in done.stdout

@@ -16,6 +16,7 @@ import nwise
 from nwise.app.data import (
     Bpe,
     Bytes,
+    Images,
     augment,
     batch_indices,
     batches,
@@ -42,10 +43,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def png(value: int, size: int = 4) -> bytes:
+def encoded(pixels: np.ndarray[Any, Any], kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(np.full((size, size, 3), value, dtype=np.uint8)).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
+
+
+def png(value: int, size: int = 4) -> bytes:
+    return encoded(np.full((size, size, 3), value, dtype=np.uint8))
 
 
 def write(folder: Path, rows: list[tuple[Any, Any]], test: list[tuple[Any, Any]] | None = None) -> Path:
@@ -54,6 +59,21 @@ def write(folder: Path, rows: list[tuple[Any, Any]], test: list[tuple[Any, Any]]
         table = {"img": [{"bytes": b, "path": None} for b, _ in part], "label": [label for _, label in part]}
         datasets.Dataset.from_dict(table).to_parquet(str(folder / f"{split}-0.parquet"))
     return folder
+
+
+def write_folders(folder: Path, images: dict[str, bytes], splits: tuple[str, ...] = ("train", "test")) -> Path:
+    """Write images, by class and name, into folders of each split."""
+    for split in splits:
+        for name, content in images.items():
+            (folder / split / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / split / name).write_bytes(content)
+    return folder
+
+
+def first_values(images: Images) -> list[int]:
+    """The first value of each image: all of an image of `png` are equal."""
+    assert isinstance(images.pixels, torch.Tensor)
+    return images.pixels[:, 0, 0, 0].tolist()
 
 
 # Order
@@ -92,8 +112,7 @@ def test_parquet_images_are_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(10 * i), i % 3) for i in range(9)])
     train, test = load_images(str(folder), num_classes=3)
     assert train.classes == ("0", "1", "2")
-    assert isinstance(train.pixels, torch.Tensor)
-    assert train.pixels[:, 0, 0, 0].tolist() == [10 * i for i in range(9)]
+    assert first_values(train) == [10 * i for i in range(9)]
     assert train.labels.tolist() == [i % 3 for i in range(9)]
     assert test.mean == train.mean
     few, _ = load_images(str(folder), limit=(4, 2))
@@ -108,11 +127,9 @@ def test_shrink_averages_square_blocks(tmp_path: Path) -> None:
     assert (train.size, test.size) == (2, 2)
     assert isinstance(train.pixels, torch.Tensor)
     assert train.pixels[:, 0].flatten(1).tolist() == [[10 * i] * 4 for i in range(9)]
-    buffer = io.BytesIO()
     stripes = np.zeros((8, 8, 3), dtype=np.uint8)
     stripes[:, ::2] = 200
-    Image.fromarray(stripes).save(buffer, "PNG")
-    striped, _ = load_images(str(write(tmp_path / "stripes", [(buffer.getvalue(), 0), (png(7, 8), 1)])), shrink=2)
+    striped, _ = load_images(str(write(tmp_path / "stripes", [(encoded(stripes), 0), (png(7, 8), 1)])), shrink=2)
     assert isinstance(striped.pixels, torch.Tensor)
     assert [pixels.unique().tolist() for pixels in striped.pixels] == [[100], [7]]
     for shrink, size, said in (
@@ -127,19 +144,14 @@ def test_shrink_averages_square_blocks(tmp_path: Path) -> None:
 def test_withheld_images_are_tested_on_and_not_trained_on(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", [(png(10 * i), i % 3) for i in range(20)], [(png(255), 0)])
     train, test = load_images(str(folder), withheld=0.25)
-    assert isinstance(train.pixels, torch.Tensor)
-    assert isinstance(test.pixels, torch.Tensor)
-    seen, held = train.pixels[:, 0, 0, 0].tolist(), test.pixels[:, 0, 0, 0].tolist()
+    seen, held = first_values(train), first_values(test)
     assert (len(seen), len(held)) == (15, 5)
     assert sorted(seen + held) == [10 * i for i in range(20)], "each once; and no test image"
     assert test.labels.tolist() == [value // 10 % 3 for value in held]
     assert test.mean == train.mean
     few, _ = load_images(str(folder), withheld=0.25, limit=(4, None))
-    assert isinstance(few.pixels, torch.Tensor)
-    assert set(few.pixels[:, 0, 0, 0].tolist()) < set(seen)
-    other = load_images(str(folder), withheld=0.25, seed=1)[1].pixels
-    assert isinstance(other, torch.Tensor)
-    assert not torch.equal(other, test.pixels)
+    assert set(first_values(few)) < set(seen)
+    assert first_values(load_images(str(folder), withheld=0.25, seed=1)[1]) != held
     with pytest.raises(ValueError, match="`withheld` should be a number of at least 0 and below 1. Found 1"):
         load_images(str(folder), withheld=1)
 
@@ -169,11 +181,8 @@ def test_numeric_class_names_are_not_indices(tmp_path: Path) -> None:
     train, _ = load_images(str(folder))
     assert train.classes == ("1", "2", "5")
     assert train.labels.tolist() == [2, 0, 1]
-    for split in ("train", "test"):
-        for name in ("1", "2", "3"):
-            (tmp_path / "folders" / split / name).mkdir(parents=True)
-            (tmp_path / "folders" / split / name / "1.png").write_bytes(png(10 * int(name)))
-    train, _ = load_images(str(tmp_path / "folders"), num_classes=3)
+    folder = write_folders(tmp_path / "folders", {f"{name}/1.png": png(10 * name) for name in (1, 2, 3)})
+    train, _ = load_images(str(folder), num_classes=3)
     assert train.labels.tolist() == [0, 1, 2]
     assert train.classes == ("1", "2", "3")
     folder = write(tmp_path / "zero", [(png(1), 1), (png(2), 2)], [(png(1), 0)])
@@ -188,10 +197,7 @@ def test_augmentation_conflicting_with_size_raises(tmp_path: Path) -> None:
 
 
 def test_image_folders_are_read_and_resized(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        for name, size in (("bee", 6), ("ant", 9)):
-            (tmp_path / "data" / split / name).mkdir(parents=True)
-            (tmp_path / "data" / split / name / "1.png").write_bytes(png(100, size))
+    write_folders(tmp_path / "data", {"bee/1.png": png(100, 6), "ant/1.png": png(100, 9)})
     train, _ = load_images(str(tmp_path / "data"), num_classes=2, size=5, augmentation="resized-crop-flip")
     assert train.classes == ("ant", "bee")
     x, y = train.batch(torch.tensor([0, 1]), torch.Generator().manual_seed(0))
@@ -229,10 +235,9 @@ def test_wrong_label_error_names_file_and_row(tmp_path: Path) -> None:
 
 def test_images_that_are_not_square_are_refused(tmp_path: Path) -> None:
     """Regression: the width alone was their size, so training ended in a traceback."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.zeros((4, 6, 3), dtype=np.uint8)).save(buffer, "PNG")
+    folder = write(tmp_path / "data", [(encoded(np.zeros((4, 6, 3), dtype=np.uint8)), 0)])
     with pytest.raises(ValueError, match="Images should be square, or `size` be given. Found 4 x 6"):
-        load_images(str(write(tmp_path / "data", [(buffer.getvalue(), 0)])))
+        load_images(str(folder))
 
 
 def test_columns_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -328,12 +333,8 @@ def test_one_file_is_not_training_and_test_data(tmp_path: Path) -> None:
 
 def test_names_in_image_folders_are_no_splits(tmp_path: Path) -> None:
     """Regression: the library took files called test_0.png for another split, and left them out."""
-    folder = tmp_path / "set [1]"
-    for split in ("train", "test"):
-        for name in ("cat", "train"):
-            (folder / split / name).mkdir(parents=True)
-            for i, file in enumerate(("train_0.png", "test_0.png", "0.png")):
-                (folder / split / name / file).write_bytes(png(i))
+    files = [f"{name}/{file}" for name in ("cat", "train") for file in ("train_0.png", "test_0.png", "0.png")]
+    folder = write_folders(tmp_path / "set [1]", {file: png(i) for i, file in enumerate(files)})
     train, test = load_images(str(folder))
     assert (len(train), len(test), train.classes) == (6, 6, ("cat", "train"))
 
@@ -341,9 +342,8 @@ def test_names_in_image_folders_are_no_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("F", np.float32)])
 def test_grey_images_whose_values_are_no_bytes_are_refused(mode: str, kind: type, tmp_path: Path) -> None:
     """Regression: all their pixels became 255, or 0."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((4, 4), 300, dtype=kind)).save(buffer, "TIFF")
-    folder = write(tmp_path / "data", [(buffer.getvalue(), 0), (buffer.getvalue(), 1)])
+    image = encoded(np.full((4, 4), 300, dtype=kind), "TIFF")
+    folder = write(tmp_path / "data", [(image, 0), (image, 1)])
     with pytest.raises(
         ValueError,
         match=f"row 0, should hold a readable image. Found ValueError: mode {mode} with values that are no bytes",
@@ -395,10 +395,7 @@ def test_missing_data_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def noise(seed: int, size: int) -> bytes:
     """Encode random pixels."""
-    buffer = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
 @pytest.fixture
@@ -639,15 +636,8 @@ def test_real_one_billion_word(shared_data: Path) -> None:
 
 def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
     """Regression: labels were indices into each folder's own classes."""
-    pytest.importorskip("datasets", reason="needs the extra 'data'")
-    from PIL import Image
-
-    from nwise.app.data import load_images
-
-    for split, classes in (("train", ("bird", "cat", "dog")), ("test", ("cat", "dog"))):
-        for name in classes:
-            (tmp_path / split / name).mkdir(parents=True)
-            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / split / name / "0.png")
+    write_folders(tmp_path, {f"{name}/0.png": png(0) for name in ("bird", "cat", "dog")}, ("train",))
+    write_folders(tmp_path, {f"{name}/0.png": png(0) for name in ("cat", "dog")}, ("test",))
     train_images, test_images = load_images(str(tmp_path))
     assert train_images.classes == ("bird", "cat", "dog")
     assert test_images.labels.tolist() == [1, 2]

@@ -16,7 +16,7 @@ import pytest
 from safetensors import SafetensorError
 from torch import Tensor
 
-from launch import forked, started, until
+from launch import scripted, started, until
 from nwise.app.cli import run as command
 from nwise.app.training import Callback, CheckpointPolicy, Run, Trainer, new_run
 from nwise.checkpoint import Checkpoints, Resumed, files
@@ -141,14 +141,13 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
 
 
 def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    text = (
         "import sys, pathlib\nfrom nwise.app import cli\nimport nwise.app.cli.training as t\nfrom test_disk import Fills\n"
         "t.loggers = lambda names: [Fills(pathlib.Path(sys.argv[1]), after=2)]\n"
         f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
         "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"
     )
-    done = forked(2, [str(script), str(small_disk)], tmp_path)
+    done = scripted(2, text, tmp_path, str(small_disk))
     assert done.returncode == 74
     assert "nwise train: all steps are done, but not everything is written" in done.stderr
     assert "metrics.jsonl should be written" in done.stderr

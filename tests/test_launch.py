@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import RANKS, forked
+from launch import RANKS, forked, scripted
 from nwise.app.recipes import recipe
 from nwise.app.training.build import pick_device
 from nwise.runtime.launch import make_mesh, start
@@ -92,13 +92,12 @@ def test_cpu_network_beside_a_group_for_gpus(tmp_path: Path) -> None:
 
     Gloo for GPUs alone refuses the same tensors.
     """
-    script = tmp_path / "gpus.py"
-    script.write_text(
+    text = (
         "import torch.distributed as dist\nfrom ranks.common import batches, closed, pipeline, write\n"
         "dist.init_process_group('cuda:gloo')\npipe = pipeline(2, '2-wise', 1)\n"
         "write(closed(pipe, [pipe.step(x, target=y)[-1].item() for x, y in batches(1)]))\n"
     )
-    done = forked(2, [str(script), str(tmp_path)], tmp_path)
+    done = scripted(2, text, tmp_path, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     pipe = pipeline(2, "2-wise", 1)
     losses = [pipe.step(x, target=y)[-1].item() for x, y in batches(1)]
@@ -107,13 +106,12 @@ def test_cpu_network_beside_a_group_for_gpus(tmp_path: Path) -> None:
 
 def test_destroyed_process_group_leaves_no_error(tmp_path: Path) -> None:
     """Regression: after `dist.destroy_process_group()`, which torch asks for, two exit handlers of nwise raised errors."""
-    script = tmp_path / "destroyed.py"
-    script.write_text(
+    text = (
         "import torch.distributed as dist\nfrom ranks.common import batches, pipeline\npipe = pipeline(2, '2-wise', 1)\n"
         "for x, y in batches(2):\n    pipe.step(x, target=y)\n"
         "dist.destroy_process_group()\n"
     )
-    done = forked(2, [str(script)], tmp_path)
+    done = scripted(2, text, tmp_path)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr, done.stderr
 

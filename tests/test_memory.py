@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -129,11 +130,17 @@ def planned(sizes: Profile, strategy: str, m: int, order: str) -> tuple[Schedule
     return choose(order, flows, (0,) * len(sizes.starts), strategy_ages(rule, flows)), costs
 
 
+STRATEGIES = ["end-to-end", "local", "2-wise", "3-wise", "deep-supervision", "2-wise-mean"]
+# All of them of the perceptron, and half of the convnet, which takes longer: every two of strategy, M and recompute meet.
+PEAKS_OF_STEPS = [
+    (network, strategy, m, recompute)
+    for i, (strategy, m, recompute) in enumerate(itertools.product(STRATEGIES, (1, 4), (False, True)))
+    for network in (("convnet", "mlp") if (i // 4 + i // 2 + i) % 2 == 0 else ("mlp",))
+]
+
+
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("m", [1, 4])
-@pytest.mark.parametrize("strategy", ["end-to-end", "local", "2-wise", "3-wise", "deep-supervision", "2-wise-mean"])
-@pytest.mark.parametrize("network", ["convnet", "mlp"])
+@pytest.mark.parametrize(("network", "strategy", "m", "recompute"), PEAKS_OF_STEPS)
 def test_predicted_peak_is_that_of_a_step(
     network: str, strategy: str, m: int, recompute: bool, profiles: dict[str, Profile]
 ) -> None:

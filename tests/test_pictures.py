@@ -90,7 +90,8 @@ def test_schedule_with_bad_order(options: str, message: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_schedule_figures_are_written(suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["schedule", "--strategy", "3-wise", "hogwild", "rotating-2", "--costs", "transformer", "--out"]
+    strategies = ["3-wise", *(["hogwild", "rotating-2"] if suffix == ".svg" else [])]  # each takes a while to draw
+    arguments = ["schedule", "--strategy", *strategies, "--costs", "transformer", "--out"]
     assert cli.run([*arguments, f"deep/s{suffix}"]) == 0
     assert f"Schedule: deep/s{suffix}" in capsys.readouterr().out
     content = Path(f"deep/s{suffix}").read_bytes()

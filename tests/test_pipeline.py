@@ -56,8 +56,7 @@ class Fails(nn.Module):
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
 @pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean", "end-to-end", "2-wise-hogwild"])
 @pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize(("deferred", "error"), [(False, ArithmeticError), (True, KeyboardInterrupt)])
 def test_failed_step_leaves_no_trace(strategy: str, earlier: bool, deferred: bool, error: type[BaseException]) -> None:
     """Regression: half the gradients stayed in `.grad`, so after a skipped batch up to 63 % of them were wrong."""
     stages = [Fails() for _ in range(4)]
@@ -365,90 +364,54 @@ def two() -> list[nn.Module]:
 tied = nn.Linear(3, 3)
 
 
+def made(*arguments: Any, **options: Any) -> nwise.Pipeline:
+    return nwise.Pipeline(two(), [nn.Linear(3, 3)], *arguments, **options)
+
+
+WRONG_TYPES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nwise.Pipeline([]), "`stages` should be one or more nn.Modules, .*. Found none"),
+    (lambda: nwise.Pipeline([1]), "Found int"),  # type: ignore[list-item]
+    (
+        lambda: nwise.Pipeline(two(), cross_entropy),  # type: ignore[arg-type]
+        "`heads` should be a list of nn.Modules or None. Found function",
+    ),
+    (
+        lambda: nwise.Pipeline(two(), ["x"]),  # type: ignore[list-item]
+        r"`heads\[0\]` should be an nn.Module, a function that makes it, or None. Found str",
+    ),
+    (lambda: made(3), "`loss_fn` should be callable.*Found int"),
+]
+WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nwise.Pipeline(two(), []), r"`heads` should have 1 entries, one for every stage but the last.*Found 0"),
+    (lambda: nwise.Pipeline(two(), strategy="local"), "a head for stage 0, whose loss 'local' needs"),
+    (lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="local"), "a head for stage 0"),
+    (lambda: nwise.Pipeline(two(), strategy="rotating-2"), "a head for stage 0, whose loss 'rotating-2' needs"),
+    (lambda: made([cross_entropy]), "one function or a list of 2. Found 1"),
+    (
+        lambda: made(nn.Bilinear(3, 3, 1)),
+        "`loss_fn` should have no parameters. Found some in Bilinear; put them into the heads",
+    ),
+    (
+        lambda: made(functools.partial(cross_entropy, reduction="sum")),
+        "mean over a micro-batch. Found reduction = 'sum'; use reduction='mean'",
+    ),
+    (lambda: made(nn.CrossEntropyLoss(reduction="none")), "Found reduction = 'none'"),
+    (
+        lambda: nwise.Pipeline([tied, nn.Sequential(tied)], [nn.Linear(3, 3)]),
+        r"to one stage, or to heads and the output. Found stages.0.weight again as stages.1.0.weight; untie.*`tied='sum'`",
+    ),
+    (lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]), "Found stages.0.weight again as heads.0.weight"),
+    (lambda: made(num_microbatches=0), "`num_microbatches` should be an integer of at least 1. Found 0"),
+    (lambda: made(strategy=nwise.Credit([[1]])), "each of the 2 stages. Found 1"),
+    (lambda: made(strategy="1.5-wise"), "Found '1.5-wise'"),
+]
+
+
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (
-            lambda: nwise.Pipeline([]),
-            TypeError,
-            "`stages` should be one or more nn.Modules, .*. Found none",
-        ),
-        (lambda: nwise.Pipeline([1]), TypeError, "Found int"),  # type: ignore[list-item]
-        (
-            lambda: nwise.Pipeline(two(), []),
-            ValueError,
-            r"`heads` should have 1 entries, one for every stage but the last.*Found 0",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), cross_entropy),  # type: ignore[arg-type]
-            TypeError,
-            "`heads` should be a list of nn.Modules or None. Found function",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), ["x"]),  # type: ignore[list-item]
-            TypeError,
-            r"`heads\[0\]` should be an nn.Module, a function that makes it, or None. Found str",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), None, strategy="local"),
-            ValueError,
-            "a head for stage 0, whose loss 'local' needs",
-        ),
-        (
-            lambda: nwise.Pipeline(linears(3, 3, 3, 3), [None, nn.Linear(3, 3)], strategy="local"),
-            ValueError,
-            "a head for stage 0",
-        ),
-        (
-            lambda: nwise.Pipeline(linears(3, 3, 3), None, strategy="rotating-2"),
-            ValueError,
-            "a head for stage 0, whose loss 'rotating-2' needs",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], [cross_entropy]),
-            ValueError,
-            "one function or a list of 2. Found 1",
-        ),
-        (lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], 3), TypeError, "`loss_fn` should be callable.*Found int"),  # type: ignore[arg-type]
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], nn.Bilinear(3, 3, 1)),
-            ValueError,
-            "`loss_fn` should have no parameters. Found some in Bilinear; put them into the heads",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], functools.partial(cross_entropy, reduction="sum")),
-            ValueError,
-            "mean over a micro-batch. Found reduction = 'sum'; use reduction='mean'",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], nn.CrossEntropyLoss(reduction="none")),
-            ValueError,
-            "Found reduction = 'none'",
-        ),
-        (
-            lambda: nwise.Pipeline([tied, nn.Sequential(tied)], [nn.Linear(3, 3)]),
-            ValueError,
-            r"to one stage, or to heads and the output. Found stages.0.weight again as stages.1.0.weight; untie.*`tied='sum'`",
-        ),
-        (
-            lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]),
-            ValueError,
-            "Found stages.0.weight again as heads.0.weight",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], num_microbatches=0),
-            ValueError,
-            "`num_microbatches` should be an integer of at least 1. Found 0",
-        ),
-        (
-            lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], strategy=nwise.Credit([[1]])),
-            ValueError,
-            "each of the 2 stages. Found 1",
-        ),
-        (lambda: nwise.Pipeline(two(), [nn.Linear(3, 3)], strategy="1.5-wise"), ValueError, "Found '1.5-wise'"),
-    ],
+    ("error", "build", "message"),
+    [(error, *case) for error, cases in ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES)) for case in cases],
 )
-def test_invalid_pipeline_arguments_raise(build: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_invalid_pipeline_arguments_raise(error: type[Exception], build: Callable[[], Any], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
 
@@ -466,109 +429,56 @@ class Returns(nn.Module):
 X, Y = torch.ones(4, 3), torch.tensor([0, 1, 2, 0])
 
 
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+
+
+# What is not as in a step that is right: stages, heads, options, the input `x` and the target `y`.
+Steps = list[tuple[dict[str, Any], str]]
+WRONG_STEP_TYPES: Steps = [
+    ({"y": 3}, "`target` should be a tensor, a tuple of tensors or a dictionary of them. Found int"),
+    ({"x": "text"}, "input of `step` should be a tensor, a tuple .*Found tuple of str"),
+    (
+        {"stages": [Returns(lambda y: {"logits": y, "cache": None}), nn.Linear(3, 3)]},
+        "output of stage 0 should have a tensor under every name. Found NoneType under 'cache'; convert it or leave it out",
+    ),
+    ({"stages": [Returns(lambda y: (y, None)), nn.Linear(3, 3)]}, "Found tuple of Tensor, NoneType"),
+]
+HEAD_IN_PLACE = "The head or loss of stage 0 should not change its input in place"
+WRONG_STEP_VALUES: Steps = [
+    ({"num_microbatches": 5}, "at most the 4 samples of the mini-batch, over all replicas. Found 5; use fewer"),
+    ({"num_microbatches": 2, "y": Y[:3]}, "`target` should have the input's 4 samples. Found 3"),
+    (
+        {"num_microbatches": 2, "y": torch.tensor(3)},
+        "`target` should have samples along dimension 0. Found a tensor without dimensions; say in which dimension",
+    ),
+    ({"stages": [nn.Linear(3, 3), in_place()]}, "Stage 1 should not change its input in place.*set `inplace=False`"),
+    ({"stages": [nn.Linear(3, 3), in_place()], "strategy": "local"}, "Stage 1 should not change its input in place"),
+    ({"heads": [in_place()], "strategy": "local"}, HEAD_IN_PLACE),
+    ({"heads": [in_place()], "strategy": nwise.EndToEnd(heads="all")}, HEAD_IN_PLACE),
+    (
+        {"loss_fn": lambda output, target: output.sum(1)},
+        r"`loss_fn` of stage 1 should return one number, the mean over the micro-batch. Found shape \(4,\)",
+    ),
+    ({"loss_fn": lambda output, target: 1.0}, "Found float"),
+    (
+        {"loss_fn": lambda output, target: output.detach().mean()},
+        "loss of stage 1 should depend on the stage's output.*Found a loss without gradient",
+    ),
+    ({"num_microbatches": 2, "y": torch.full((4,), -100)}, "at least one term that counts. Found only ignored ones"),
+]
+
+
 @pytest.mark.parametrize(
-    ("stages", "options", "inputs", "target", "error", "message"),
-    [
-        (
-            two(),
-            {"num_microbatches": 5},
-            X,
-            Y,
-            ValueError,
-            "at most the 4 samples of the mini-batch, over all replicas. Found 5; use fewer",
-        ),
-        (two(), {"num_microbatches": 2}, X, Y[:3], ValueError, "`target` should have the input's 4 samples. Found 3"),
-        (
-            two(),
-            {},
-            X,
-            3,
-            TypeError,
-            "`target` should be a tensor, a tuple of tensors or a dictionary of them. Found int",
-        ),
-        (
-            two(),
-            {"num_microbatches": 2},
-            X,
-            torch.tensor(3),
-            ValueError,
-            "`target` should have samples along dimension 0. Found a tensor without dimensions; say in which dimension",
-        ),
-        (two(), {}, "text", Y, TypeError, "input of `step` should be a tensor, a tuple .*Found tuple of str"),
-        (
-            [Returns(lambda y: {"logits": y, "cache": None}), nn.Linear(3, 3)],
-            {},
-            X,
-            Y,
-            TypeError,
-            "output of stage 0 should have a tensor under every name. Found NoneType under 'cache'; convert it or leave it out",
-        ),
-        ([Returns(lambda y: (y, None)), nn.Linear(3, 3)], {}, X, Y, TypeError, "Found tuple of Tensor, NoneType"),
-        (
-            [nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))],
-            {},
-            X,
-            Y,
-            ValueError,
-            "Stage 1 should not change its input in place.*set `inplace=False`",
-        ),
-        (
-            [nn.Linear(3, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))],
-            {"strategy": "local"},
-            X,
-            Y,
-            ValueError,
-            "Stage 1 should not change its input in place",
-        ),
-        (
-            two(),
-            {"heads": [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))], "strategy": "local"},
-            X,
-            Y,
-            ValueError,
-            "The head or loss of stage 0 should not change its input in place",
-        ),
-        (
-            two(),
-            {"heads": [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))], "strategy": nwise.EndToEnd(heads="all")},
-            X,
-            Y,
-            ValueError,
-            "The head or loss of stage 0 should not change its input in place",
-        ),
-        (
-            two(),
-            {"loss_fn": lambda output, target: output.sum(1)},
-            X,
-            Y,
-            ValueError,
-            r"`loss_fn` of stage 1 should return one number, the mean over the micro-batch. Found shape \(4,\)",
-        ),
-        (two(), {"loss_fn": lambda output, target: 1.0}, X, Y, ValueError, "Found float"),
-        (
-            two(),
-            {"loss_fn": lambda output, target: output.detach().mean()},
-            X,
-            Y,
-            ValueError,
-            "loss of stage 1 should depend on the stage's output.*Found a loss without gradient",
-        ),
-        (
-            two(),
-            {"num_microbatches": 2},
-            X,
-            torch.full((4,), -100),
-            ValueError,
-            "at least one term that counts. Found only ignored ones",
-        ),
-    ],
+    ("error", "given", "message"),
+    [(kind, *one) for kind, all_ in ((TypeError, WRONG_STEP_TYPES), (ValueError, WRONG_STEP_VALUES)) for one in all_],
 )
-def test_invalid_step_inputs_and_outputs_raise(
-    stages: list[nn.Module], options: Any, inputs: Any, target: Any, error: type[Exception], message: str
-) -> None:
-    pipe = nwise.Pipeline(stages, **{"heads": [nn.Linear(3, 3)], **options})
+def test_invalid_step_inputs_and_outputs_raise(error: type[Exception], given: dict[str, Any], message: str) -> None:
+    given = {"stages": two(), "heads": [nn.Linear(3, 3)], "x": X, "y": Y, **given}
+    x, y = given.pop("x"), given.pop("y")
+    pipe = nwise.Pipeline(**given)
     with pytest.raises(error, match=message):
-        pipe.step(inputs, target=target)
+        pipe.step(x, target=y)
 
 
 def test_error_after_an_in_place_change_is_the_modules_own() -> None:

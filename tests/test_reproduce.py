@@ -652,6 +652,16 @@ def test_e1_of_made_up_records(tmp_path: Path) -> None:
     assert "32 runs, seeds 0 to 1" in text
 
 
+@pytest.fixture
+def _two_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Search among two M. They change the times of the tables and no verdict; `test_step_time_and_work_of_methods` has all."""
+    monkeypatch.setattr(clock, "_SIZES", (1, 4))
+    step_time.cache_clear()
+    yield
+    step_time.cache_clear()
+
+
+@pytest.mark.usefixtures("_two_counts")
 def test_e2_e3_and_e5_of_made_up_records(tmp_path: Path) -> None:
     order = {**ORDER, "3-wise": 4.6}
     found = reproduced("e2", tmp_path, lambda cell: order.get(cell.method, 4.2))
@@ -724,15 +734,6 @@ def test_e4_of_made_up_records(tmp_path: Path) -> None:
     claim = EXPERIMENTS["e4"].claims(Job(folder=tmp_path))[6]
     assert claim.seeds == 2, "three T1 of one seed are not three seeds"
     assert claim.effect == pytest.approx((0.5 + 0.5 + 1.5) / 3, abs=0.1)
-
-
-@pytest.fixture
-def _two_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Search among two M. They change the times of the tables and no verdict; `test_step_time_and_work_of_methods` has all."""
-    monkeypatch.setattr(clock, "_SIZES", (1, 4))
-    step_time.cache_clear()
-    yield
-    step_time.cache_clear()
 
 
 @pytest.mark.usefixtures("_two_counts")

@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch import forked
+from launch import scripted
 from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked
 
 
 def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """Regression: shapes came from a run on fake tensors, which refused such stages on one rank, with torch's words, while the
     others waited."""
-    script = tmp_path / "picks.py"
-    script.write_text(
+    text = (
         "import nwise, torch\nfrom torch import nn\n"
         "class Picks(nn.Module):\n    def forward(self, x):\n        return x[x[:, 0] > 0]\n"
         "stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Picks()), nn.Identity()]\n"
@@ -29,7 +28,7 @@ def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Pa
         "for x in ([[1, 1], [1, 1]], [[1, 1], [2, 2]], [[1, 1], [-1, 1]]):\n    pipe.step(torch.tensor(x).float())\n"
     )
     began = time.monotonic()
-    done = forked(3, [str(script)], tmp_path)
+    done = scripted(3, text, tmp_path)
     said = re.findall(r"^nwise: rank \d .* stops: (.*)$", done.stderr, re.MULTILINE)
     assert time.monotonic() - began < 100, "and not the time limit"
     assert len(said) == 3

@@ -52,18 +52,49 @@ def plain(stages: Stages, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {f"stages.{name}": p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
-def assert_defined(pipe: nwise.Pipeline, net: Stages, sides: Any) -> None:
-    """Check the gradients of the third step, which makes no check, by the definition."""
-    x, y = batch()
-    expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
+def assert_defined(
+    pipe: nwise.Pipeline, net: Stages, sides: Any, data: tuple[Tensor, Tensor] | None = None, tolerance: float = 1e-12
+) -> None:
+    """Check the gradients of three steps by the definition; the third step makes no check itself."""
+    x, y = data or batch()
+    assert_steps(pipe, nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit), x, y, tolerance)
+
+
+def assert_steps(
+    pipe: nwise.Pipeline, expected: dict[str, Tensor], x: Tensor, y: Tensor, tolerance: float = 1e-12
+) -> None:
     for _ in range(3):
         pipe.zero_grad()
         pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-12)
+        assert_same(gradients(pipe), expected, tolerance)
+
+
+def assert_right(
+    make: Callable[[], Stages], strategy: str, schedule: str, *, size: int = 8, sides: Callable[..., Any] = heads
+) -> None:
+    """Check a net by the definition, whole and cut into three micro-batches that run again."""
+    for num_microbatches, recompute in ((1, False), (3, True)):
+        net = make()
+        given = sides(net) if strategy != "end-to-end" else None
+        pipe = nwise.Pipeline(
+            net, given, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
+        )
+        assert_defined(pipe, net, given, batch(size))
 
 
 def linears(count: int) -> list[nn.Linear]:
     return [nn.Linear(WIDTH, WIDTH) for _ in range(count)]
+
+
+class Between(nn.Linear):
+    """A layer with a function behind it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], out: int = WIDTH) -> None:
+        super().__init__(WIDTH, out)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x))
 
 
 # Backwards that write into their cotangent ------------------------------------------------------------------
@@ -101,13 +132,7 @@ ORDERS = [
 @pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
 def test_backwards_may_write_over_their_cotangent(place: str, strategy: str, schedule: str) -> None:
     """Regression: the pass that came later read a cotangent that a fused norm had overwritten; gradients were 36 % off."""
-    for num_microbatches, recompute in ((1, False), (3, True)):
-        net: list[nn.Module] = [Fused(place), Fused(place), Fused("start"), nn.Linear(WIDTH, 3)]
-        sides = heads(net) if strategy != "end-to-end" else None
-        pipe = nwise.Pipeline(
-            net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
-        )
-        assert_defined(pipe, net, sides)
+    assert_right(lambda: [Fused(place), Fused(place), Fused("start"), nn.Linear(WIDTH, 3)], strategy, schedule)
 
 
 def test_one_of_two_messages_may_be_a_cotangent_that_a_later_pass_reads() -> None:
@@ -169,27 +194,16 @@ def doubled_unseen(g: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", [lambda g: g.mul_(2), doubled_unseen])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_hooks_that_write_in_place(write: Callable[[Tensor], Tensor | None], num_microbatches: int) -> None:
+@pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
+def test_hooks_that_write_in_place(write: Callable[[Tensor], Tensor | None], strategy: str, schedule: str) -> None:
     """Regression: a tensor's hook that wrote in place ran once in I and again in W; through `.data`, in silence."""
 
-    class Doubling(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            if h.requires_grad:
-                h.register_hook(write)
-            return h.tanh()
+    def doubled(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(write)
+        return h.tanh()
 
-    for strategy, schedule in ORDERS:
-        net: list[nn.Module] = [*(Doubling(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)]
-        sides = heads(net) if strategy != "end-to-end" else None
-        x, y = batch()
-        pipe = nwise.Pipeline(net, sides, strategy=strategy, schedule=schedule, num_microbatches=num_microbatches)
-        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
-        for _ in range(3):
-            pipe.zero_grad()
-            pipe.step(x, target=y)
-            assert_same(gradients(pipe), expected, 1e-12)
+    assert_right(lambda: [*(Between(doubled) for _ in range(3)), nn.Linear(WIDTH, 3)], strategy, schedule)
 
 
 @pytest.mark.parametrize("place", ["input", "output", "residual"])
@@ -211,18 +225,7 @@ def test_hooks_of_tensors_between_stages(place: str, strategy: str, schedule: st
                 hooked.register_hook(halve)
             return h + x.tanh() if place == "residual" else h
 
-    x, y = batch(7)
-    for num_microbatches, recompute in ((1, False), (3, True)):
-        net: list[nn.Module] = [*(Halving(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)]
-        sides = heads(net) if strategy != "end-to-end" else None
-        pipe = nwise.Pipeline(
-            net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule, recompute=recompute
-        )
-        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
-        for _ in range(3):
-            pipe.zero_grad()
-            pipe.step(x, target=y)
-            assert_same(gradients(pipe), expected, 1e-12)
+    assert_right(lambda: [*(Halving(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 3)], strategy, schedule, size=7)
 
 
 class OneWalk(torch.autograd.Function):
@@ -243,11 +246,7 @@ one_walk: Any = OneWalk.apply
 
 
 def test_backwards_that_serve_for_one_walk_are_refused_in_several() -> None:
-    class Once(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return one_walk(super().forward(x))
-
-    net: list[nn.Module] = [Once(WIDTH, WIDTH), Once(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [Between(one_walk), Between(one_walk), nn.Linear(WIDTH, 3)]
     x, y = batch()
     expected = plain(net, x, y)
     pipe = nwise.Pipeline(net, heads(net), strategy="end-to-end")
@@ -289,11 +288,12 @@ class Worked(nn.Module):
 @pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
 def test_backwards_may_reuse_the_memory_of_their_result(strategy: str, schedule: str) -> None:
     """Regression: the gradient that went to the stage before, or from a head, was overwritten; 8 % off after three steps."""
-    for num_microbatches in (1, 3):
-        net: list[nn.Module] = [*(nn.Sequential(Worked(), nn.Tanh()) for _ in range(3)), Worked(3)]
-        sides = [Worked(3) for _ in net[1:]] if strategy != "end-to-end" else None
-        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule)
-        assert_defined(pipe, net, sides)
+    assert_right(
+        lambda: [*(nn.Sequential(Worked(), nn.Tanh()) for _ in range(3)), Worked(3)],
+        strategy,
+        schedule,
+        sides=lambda net: [Worked(3) for _ in net[1:]],
+    )
 
 
 class Reversed(torch.autograd.Function):
@@ -373,11 +373,7 @@ def test_backwards_that_cannot_run_again_are_refused() -> None:
         def backward(ctx: Any, *grads: Any) -> Any:
             return 2 * stack.pop() * grads[0]
 
-    class Squared(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return cast(Tensor, Popped.apply(super().forward(x)))  # type: ignore[no-untyped-call]
-
-    net, (x, y) = [Squared(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], batch()
+    net, (x, y) = [Between(Popped.apply), nn.Linear(WIDTH, 3)], batch()
     expected = plain(net, x, y)
     pipe = nwise.Pipeline(net, strategy="end-to-end")
     pipe.step(x, target=y)
@@ -462,8 +458,7 @@ class Balanced(nn.Module):
         return self.inject(h, 0.1 * h.square().mean() + self.router(x).square().mean())
 
 
-@pytest.mark.parametrize("reruns", [False, True])
-@pytest.mark.parametrize("inject", [nwise.inject, injecting])
+@pytest.mark.parametrize(("inject", "reruns"), [(nwise.inject, False), (nwise.inject, True), (injecting, True)])
 @pytest.mark.parametrize(
     ("strategy", "schedule"), [*ORDERS, ("geometric-0.5", "depth-first"), ("local", "depth-first")]
 )
@@ -474,14 +469,9 @@ def test_losses_inside_stages_count_once(inject: Any, strategy: str, schedule: s
     """
     net: list[nn.Module] = [Balanced(WIDTH, inject, reruns=reruns), Balanced(WIDTH, inject), Balanced(3, inject)]
     sides: Any = [Balanced(3, inject), nn.Linear(WIDTH, 3)] if strategy != "end-to-end" else None
-    x, y = batch(6)
-    expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, nwise.strategy(strategy).credit(3))
     for num_microbatches in (1, 2, 4):
         pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=num_microbatches, schedule=schedule)
-        for _ in range(2):
-            pipe.zero_grad()
-            pipe.step(x, target=y)
-            assert_same(gradients(pipe), expected, 1e-12)
+        assert_defined(pipe, net, sides, batch(6))
 
 
 @pytest.mark.parametrize("schedule", ["depth-first", "zb-h1"])
@@ -494,10 +484,7 @@ def test_auxiliary_losses_count_by_samples(inject: Any, schedule: str) -> None:
     expected = plain(net, x, y)
     for num_microbatches in (1, 2, 3, 4):
         pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=num_microbatches, schedule=schedule)
-        for _ in range(2):
-            pipe.zero_grad()
-            pipe.step(x, target=y)
-            assert_same(gradients(pipe), expected, 1e-12)
+        assert_steps(pipe, expected, x, y)
 
 
 def test_inject_equals_a_sum_of_losses() -> None:
@@ -518,24 +505,6 @@ def test_inject_equals_a_sum_of_losses() -> None:
     assert [float(stage.w.grad) for stage in stages if stage.w.grad is not None] == [11.0, 11.0]
 
 
-def test_late_losses_inside_stages_are_found() -> None:
-    """A coefficient that grows from zero injects nothing in the first step."""
-    coefficient = 0.0
-
-    def inject(y: Tensor, aux: Tensor) -> Tensor:
-        return injecting(y, coefficient * aux)
-
-    net: list[nn.Module] = [Balanced(WIDTH, inject), Balanced(3, inject)]
-    x, y = batch(6)
-    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=2, checks="always")
-    for step in range(3):
-        coefficient = float(step)
-        pipe.zero_grad()
-        expected = plain(net, x, y)
-        pipe.step(x, target=y)
-        assert_same(gradients(pipe), expected, 1e-12)
-
-
 @torch.library.custom_op("checked::balance", mutates_args=())
 def balance(x: Tensor, coefficient: float) -> Tensor:
     return x.clone()
@@ -547,9 +516,17 @@ balance.register_autograd(
 )
 
 
-@pytest.mark.parametrize("schedule", ["depth-first", "zb-h1", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "begins", "checks"),
+    [
+        ("depth-first", 9, "first"),
+        ("zb-h1", 9, "first"),
+        ("zero-bubble", 9, "first"),
+        ("1f1b", 1, "always"),
+    ],
+)
 @pytest.mark.parametrize("add", [lambda y, aux, c: injecting(y, c * aux), lambda y, aux, c: balance(y, c / len(y))])
-def test_losses_that_begin_late_are_found_at_once(add: Any, schedule: str) -> None:
+def test_losses_that_begin_late_are_found_at_once(add: Any, schedule: str, begins: int, checks: str) -> None:
     """Regression: a coefficient that grew from zero was looked for in steps 1, 2, 4, 8, ... only.
 
     The function of a custom operation is made inside torch, and counted as torch's own.
@@ -561,9 +538,9 @@ def test_losses_that_begin_late_are_found_at_once(add: Any, schedule: str) -> No
 
     net: list[nn.Module] = [Balanced(WIDTH, inject), Balanced(WIDTH, inject), Balanced(3, inject)]
     x, y = batch(6)
-    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=3, schedule=schedule)
-    for step in range(12):
-        coefficient = max(0.0, step - 8.0)
+    pipe = nwise.Pipeline(net, strategy="end-to-end", num_microbatches=3, schedule=schedule, checks=checks)
+    for step in range(begins + 3):
+        coefficient = max(0.0, step - begins + 1.0)
         pipe.zero_grad()
         expected = plain(net, x, y)
         pipe.step(x, target=y)
@@ -615,15 +592,13 @@ def test_hooks_that_look_on_see_each_gradient_once(how: str, beside: str) -> Non
     """Regression: in the graphs that were looked through, they got a zero gradient too, so their statistics were wrong."""
     seen: list[float] = []
 
-    class Noting(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            if h.requires_grad and how == "tensor":
-                h.register_hook(lambda g: seen.append(float(g.norm())))
-            return scaled(h, self.bias) if beside else h.tanh()
+    def noted(h: Tensor) -> Tensor:
+        if h.requires_grad and how == "tensor":
+            h.register_hook(lambda g: seen.append(float(g.norm())))
+        return scaled(h, layer.bias) if beside else h.tanh()
 
     x, y = batch()
-    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), layer := Noting(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), layer := Between(noted), nn.Linear(WIDTH, 3)]
     if how == "module":
         layer.register_full_backward_hook(lambda _, __, outputs: seen.append(float(cast(Any, outputs)[0].norm())))
     pipe = nwise.Pipeline(net, None, strategy="end-to-end", num_microbatches=2)
@@ -640,25 +615,22 @@ def test_hooks_that_look_on_see_each_gradient_once(how: str, beside: str) -> Non
 @pytest.mark.parametrize(("place", "strategy"), [("stage", "end-to-end"), ("head", "deep-supervision")])
 def test_hooks_that_begin_later(write: Callable[[Tensor], Tensor], place: str, strategy: str) -> None:
     """Regression: until the next look, one that wrote in place ran twice on a kept cotangent; one that added was overlooked."""
+    begins = False
 
-    class Late(nn.Linear):
-        begins = False
+    def hooked(h: Tensor) -> Tensor:
+        if begins and h.requires_grad:
+            h.register_hook(write)
+        return h.tanh()
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            if self.begins and h.requires_grad:
-                h.register_hook(write)
-            return h.tanh()
-
-    late = Late(WIDTH, 3 if place == "head" else WIDTH)
+    late = Between(hooked, 3 if place == "head" else WIDTH)
     net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), late if place == "stage" else nn.Tanh(), nn.Linear(WIDTH, 3)]
     sides = None if place == "stage" else [late, nn.Linear(WIDTH, 3)]
     pipe = nwise.Pipeline(net, sides, strategy=strategy, schedule="zero-bubble", num_microbatches=2)
     x, y = batch()
     for step in range(6):
-        late.begins = step >= 4
+        begins = step >= 4
         pipe.zero_grad()
-        if late.begins and write(torch.zeros(1)):  # it adds
+        if begins and write(torch.zeros(1)):  # it adds
             with pytest.raises(ValueError, match="no hooks of hidden tensors that add to a gradient"):
                 pipe.step(x, target=y)
             return
@@ -722,12 +694,7 @@ def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
 def test_losses_in_compiled_blocks_have_their_share(backend: str) -> None:
     """Regression: the compiler traced `nwise.inject`, with the share that it had then, so two micro-batches counted twice."""
 
-    class Balanced(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            return nwise.inject(h, h.square().mean())
-
-    net = [Balanced(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    net = [Between(lambda h: nwise.inject(h, h.square().mean())), nn.Linear(WIDTH, 3)]
     x, y = batch()
     expected = plain(net, x, y)
     net[0].compile(backend=backend)
@@ -751,31 +718,20 @@ class Rounding(torch.autograd.Function):
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_backwards_that_draw_random_numbers(num_microbatches: int) -> None:
     """Regression: one whose graph is walked several times was taken for one that writes over what it saved, and refused."""
-    rounded: Any = Rounding.apply
-
-    class Rounded(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return cast(Tensor, rounded(super().forward(x)))
-
-    net = [*(Rounded(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3)]
+    net = [*(Between(Rounding.apply) for _ in range(2)), nn.Linear(WIDTH, 3)]
     sides = heads(net)
-    x, y = batch()
     pipe = nwise.Pipeline(net, sides, strategy="2-wise", num_microbatches=num_microbatches)
-    expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
-    pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-5)
+    assert_defined(pipe, net, sides, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
     """Regression: gradients of a `backward` in a stage or loss counted once for each micro-batch, without its weight."""
 
-    class Eager(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            if h.requires_grad:
-                h.square().mean().backward(retain_graph=True)
-            return h
+    def with_backward(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.square().mean().backward(retain_graph=True)
+        return h
 
     def eager(output: Tensor, target: Tensor) -> Tensor:
         loss = functional.cross_entropy(output, target)
@@ -783,7 +739,7 @@ def test_backward_in_a_forward_is_refused(*, recompute: bool) -> None:
         return loss
 
     x, y = batch()
-    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), Eager(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), Between(with_backward), nn.Linear(WIDTH, 3)]
     pipe = nwise.Pipeline(net, heads(net), strategy="2-wise", recompute=recompute)
     with pytest.raises(ValueError, match="Stage 1 should leave gradients to `step`. Found a call of `backward`"):
         pipe.step(x, target=y)
@@ -829,12 +785,7 @@ def test_gradients_reach_the_input(strategy: str, schedule: str, *, frozen: bool
 def test_parameters_that_the_graph_reaches_otherwise_are_refused() -> None:
     """Regression: gradients to parameters in a closure, a list, or a penalty of the loss were lost without a word."""
     outer, x, y = nn.Linear(WIDTH, WIDTH), *batch()
-
-    class Closure(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return outer(super().forward(x))
-
-    net: list[nn.Module] = [Closure(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+    net: list[nn.Module] = [Between(lambda h: outer(h)), nn.Linear(WIDTH, 3)]
     with pytest.raises(ValueError, match=r"Stage 0 should depend only on .* a tensor of shape \[4, 4\] in another way"):
         nwise.Pipeline(net, strategy="end-to-end").step(x, target=y)
     net[0] = first = nn.Linear(WIDTH, WIDTH)
@@ -880,12 +831,7 @@ def test_outputs_of_frozen_layers_may_require_gradients(how: str, setting: dict[
 
     net: list[nn.Module] = [Frozen(), Last(WIDTH, 3)]
     x, y = torch.randint(9, (6,)), torch.randint(3, (6,))
-    pipe = nwise.Pipeline(net, strategy="end-to-end", **setting)
-    expected = nwise.reference_grads(net, None, functional.cross_entropy, x, y, pipe.credit)
-    for _ in range(3):
-        pipe.zero_grad()
-        pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-12)
+    assert_defined(nwise.Pipeline(net, strategy="end-to-end", **setting), net, None, (x, y))
 
 
 @pytest.mark.parametrize(("strategy", "schedule"), ORDERS)
@@ -900,14 +846,7 @@ def test_stages_may_differentiate_inside(strategy: str, schedule: str) -> None:
                 (force,) = torch.autograd.grad(energy, place, create_graph=True)
             return x + force
 
-    x, y = batch()
-    for recompute in (False, True):
-        net: list[nn.Module] = [Force(WIDTH, WIDTH), Force(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
-        sides = heads(net) if strategy != "end-to-end" else None
-        pipe = nwise.Pipeline(net, sides, strategy=strategy, num_microbatches=2, schedule=schedule, recompute=recompute)
-        expected = nwise.reference_grads(net, sides, functional.cross_entropy, x, y, pipe.credit)
-        pipe.step(x, target=y)
-        assert_same(gradients(pipe), expected, 1e-12)
+    assert_right(lambda: [Force(WIDTH, WIDTH), Force(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], strategy, schedule)
 
 
 def test_states_with_a_graph_are_named() -> None:
@@ -1066,17 +1005,6 @@ def test_reruns_that_begin_to_differ_are_refused() -> None:
         pipe.step(x, target=y)
 
 
-class Between(nn.Linear):
-    """A layer with a function behind it."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(super().forward(x))
-
-
 class Once(torch.autograd.Function):
     """Frees what it has kept, as fused kernels do, and divides by the norm of its cotangent."""
 
@@ -1128,11 +1056,7 @@ def test_sparse_outputs_and_outputs_without_values_are_right(function: Any, sett
     torch.manual_seed(0)
     net: list[nn.Module] = [Odd(function), Dense(WIDTH, 3)]
     sides: list[nn.Module] = [Dense(WIDTH, 3)]
-    (x, y), loss = batch(), nn.functional.cross_entropy
-    pipe = nwise.Pipeline(net, sides, loss, "2-wise-mean", **setting)
-    expected = nwise.reference_grads(net, sides, loss, x, y, pipe.credit)
-    pipe.step(x, target=y)
-    assert_same(gradients(pipe), expected, 1e-5)
+    assert_defined(nwise.Pipeline(net, sides, strategy="2-wise-mean", **setting), net, sides, tolerance=1e-5)
 
 
 def test_nested_outputs_are_refused_with_recompute() -> None:
@@ -1506,14 +1430,12 @@ def test_updates_inside_a_backward_are_refused() -> None:
 def test_attributes_of_outputs_are_refused() -> None:
     """Regression: the next stage got the values without the attribute, and went another way."""
 
-    class Marked(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            y.scale = 2.0  # type: ignore[attr-defined]
-            return y
+    def marked(h: Tensor) -> Tensor:
+        h.scale = 2.0  # type: ignore[attr-defined]
+        return h
 
     x, y = batch()
-    pipe = nwise.Pipeline([Marked(WIDTH, WIDTH), nn.Linear(WIDTH, 3)], strategy="end-to-end")
+    pipe = nwise.Pipeline([Between(marked), nn.Linear(WIDTH, 3)], strategy="end-to-end")
     with pytest.raises(ValueError, match="The output of stage 0 should be plain tensors.*Found an attribute 'scale'"):
         pipe.step(x, target=y)
 

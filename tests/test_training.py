@@ -37,11 +37,14 @@ from nwise.app.training import (
     Callback,
     CheckpointPolicy,
     Run,
+    Score,
     Scores,
     StoppedError,
     Trainer,
     compile_blocks,
     evaluate,
+    log,
+    make_pipeline,
     new_run,
 )
 from nwise.app.training.build import check_channels_last, pick_device
@@ -59,6 +62,12 @@ TEXT = Recipe(
     eval_every=100,
     log_every=2,
 )
+
+
+def last_head(scores: Scores) -> Score:
+    last = scores.heads[-1]
+    assert last is not None
+    return last
 
 
 def train(config: Recipe, folder: Path) -> tuple[Run, Trainer, Scores]:
@@ -85,9 +94,7 @@ def test_run_learns_and_records(trained: tuple[Run, Trainer, Scores]) -> None:
     assert [r["step"] for r in records if r["kind"] == "train"] == [10, 20, 30, 40, 44]
     tests = [r for r in records if r["kind"] == "test"]
     assert [r["step"] for r in tests] == [0, 22, 44]
-    last = scores.heads[-1]
-    assert last is not None
-    assert tests[-1]["accuracy"][-1] == last.accuracy
+    assert tests[-1]["accuracy"][-1] == last_head(scores).accuracy
     assert trainer.num_steps == 44
     assert tests[-1]["samples"] == 44 * 64
     assert not list(run.folder.glob("*.part"))
@@ -102,16 +109,12 @@ def test_run_is_determined_by_its_seed(tmp_path: Path) -> None:
 def test_micro_batches_train_the_same_network(tmp_path: Path) -> None:
     """The network has no batch statistics, so only the order of the sums differs."""
     config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), max_steps=20)
-    whole = train(config, tmp_path)[2].heads[-1]
-    parts = train(dataclasses.replace(config, microbatches=4), tmp_path)[2].heads[-1]
-    assert whole is not None
-    assert parts is not None
+    whole = last_head(train(config, tmp_path)[2])
+    parts = last_head(train(dataclasses.replace(config, microbatches=4), tmp_path)[2])
     assert parts.loss == pytest.approx(whole.loss, rel=1e-3)
 
 
 def test_saved_weights_give_the_scores_they_had(trained: tuple[Run, Trainer, Scores]) -> None:
-    from nwise.app.training import make_pipeline
-
     run, trainer, scores = trained
     fresh = make_pipeline(run.recipe, trainer.train_data, trainer.pipe.strategy)
     run.load_weights(fresh)
@@ -127,8 +130,7 @@ def test_saved_weights_give_the_scores_they_had(trained: tuple[Run, Trainer, Sco
 def test_text_recipe_trains(tmp_path: Path) -> None:
     run, _, scores = train(TEXT, tmp_path)
     assert (run.folder / "tokenizer.json").exists()
-    last = scores.heads[-1]
-    assert last is not None
+    last = last_head(scores)
     assert last.perplexity == pytest.approx(math.exp(last.loss))
     assert last.perplexity < 256
     rates = [r["lr"] for r in run.metrics() if r["kind"] == "train"]
@@ -151,9 +153,7 @@ def test_text_recipe_trains(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:With 2 micro-batches")
 def test_every_option_trains(change: dict[str, Any], tmp_path: Path) -> None:
     run, _, scores = train(dataclasses.replace(SHORT, **change), tmp_path)
-    last = scores.heads[-1]
-    assert last is not None
-    assert last.accuracy > 0.8
+    assert last_head(scores).accuracy > 0.8
     if change.get("strategy") == "hogwild-forward-least":
         assert next(r["staleness"] for r in run.metrics() if r["kind"] == "train") == [[3], [2], [1], [0]]
 
@@ -393,6 +393,13 @@ def test_recipes_are_complete_and_survive_json(name: str) -> None:
 def test_recipes_match_the_paper() -> None:
     """Check every setting of the full-size experiments that the paper prints."""
     sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 2e-4}
+    cifar = {
+        "epochs": 200,
+        "batch_size": 128,
+        "optimizer": Sgd(**sgd, drops=(91 / 200, 136 / 200, 182 / 200)),
+        "model": ResNet(variant="paper-32"),
+    }
+    gpt = Gpt(num_stages=4, blocks_per_stage=6, width=1024, num_heads=4, sequence_length=128, vocabulary_size=50257)
     table: dict[str, dict[str, Any]] = {
         "cifar10-convnet": {
             "epochs": 100,
@@ -400,18 +407,8 @@ def test_recipes_match_the_paper() -> None:
             "optimizer": Adam(lr=1e-4),
             "model": ConvNet(num_stages=6),
         },
-        "cifar10-resnet": {
-            "epochs": 200,
-            "batch_size": 128,
-            "optimizer": Sgd(**sgd, drops=(91 / 200, 136 / 200, 182 / 200)),
-            "model": ResNet(variant="paper-32"),
-        },
-        "cifar100-resnet": {
-            "epochs": 200,
-            "batch_size": 128,
-            "optimizer": Sgd(**sgd, drops=(91 / 200, 136 / 200, 182 / 200)),
-            "model": ResNet(variant="paper-32"),
-        },
+        "cifar10-resnet": cifar,
+        "cifar100-resnet": cifar,
         "imagenet-resnet": {
             "epochs": 120,
             "batch_size": 256,
@@ -429,9 +426,7 @@ def test_recipes_match_the_paper() -> None:
             "epochs": 1,
             "batch_size": 1024,
             "optimizer": Adam(lr=1024**-0.5, beta1=0.9, beta2=0.98, eps=1e-9, warmup_steps=4000),
-            "model": Gpt(
-                num_stages=4, blocks_per_stage=6, width=1024, num_heads=4, sequence_length=128, vocabulary_size=50257
-            ),
+            "model": gpt,
             "strategy": "2-wise-mean",
         },
     }
@@ -500,8 +495,6 @@ def test_invalid_run_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
-    from nwise.app.training import make_pipeline
-
     run, trainer, _ = train(dataclasses.replace(SHORT, max_steps=1), tmp_path)
     other = make_pipeline(
         dataclasses.replace(SHORT, model=ConvNet(num_stages=5)), trainer.train_data, trainer.pipe.strategy
@@ -531,9 +524,6 @@ def test_metrics_with_bytes_that_are_not_utf8_are_no_records(tmp_path: Path) -> 
 
 def test_evaluate_skips_untrained_heads() -> None:
     """Regression: every head ran in an evaluation, and the outputs of untrained heads were thrown away."""
-    from nwise.app.data import digits
-    from nwise.app.training import evaluate
-
     model = nwise.app.models.convnet(4, in_channels=1, image_size=8)
     pipe = nwise.Pipeline(model.stages, model.heads, strategy="3-wise")
     ran: list[int] = []
@@ -546,7 +536,6 @@ def test_evaluate_skips_untrained_heads() -> None:
 
 def test_records_that_arrive_late_have_the_ages_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with several processes the last steps before a switch were logged with the next strategy's staleness."""
-    from nwise.app.training import log
 
     class Slow:
         """Gathers from this process alone, and delivers at the end."""
