@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import architectures
 import nwise
 from nwise.app.recipes import Adam, Sgd, recipe
-from nwise.app.training import Trainer
+from nwise.app.training import Callback, Trainer
 from nwise.app.training import trainer as trainer_module
 from nwise.app.training.optimizers import make_optimizer
 from nwise.checkpoint import Checkpoints
@@ -352,16 +352,13 @@ def test_gradients_under_a_delay_are_those_at_predicted_weights(muon_lr: float) 
     reference = make_optimizer(replace(config, predict=0), weights, muon)
     before = [p.detach().clone() for p in weights]
     due: list[tuple[Tensor, ...]] = []
+    names = [name for name, _ in whole.named_parameters()]
     for x, y in zip(*data, strict=True):
-        here = [p.detach().clone() for p in weights]
-        with torch.no_grad():
-            for p, old in zip(weights, before, strict=True):
-                p += 2 * (p - old)
-        due.append(torch.autograd.grad(nn.functional.mse_loss(whole(x), y), weights))
-        with torch.no_grad():
-            for p, value in zip(weights, here, strict=True):
-                p.copy_(value)
-        before = here
+        now = [p.detach().clone() for p in weights]
+        ahead = [(p + 2 * (p - old)).requires_grad_() for p, old in zip(now, before, strict=True)]
+        output = torch.func.functional_call(whole, dict(zip(names, ahead, strict=True)), (x,))
+        due.append(torch.autograd.grad(nn.functional.mse_loss(output, y), ahead))
+        before = now
         if len(due) > 2:
             for p, gradient in zip(weights, due.pop(0), strict=True):
                 p.grad = gradient
@@ -371,20 +368,27 @@ def test_gradients_under_a_delay_are_those_at_predicted_weights(muon_lr: float) 
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_recipe_tests_actual_weights(tmp_path: Path) -> None:
-    """The weights that a run leaves, and those of its tests, are no predictions."""
-    small = replace(recipe("digits"), max_steps=3, batch_size=16, strategy="end-to-end-delay-2")
+def test_recipe_tests_actual_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between updates, where the weights are predictions; after the last update they are actual ones."""
+    small = replace(recipe("digits"), max_steps=6, batch_size=16, eval_every=0.03, strategy="end-to-end-delay-2")
     trainer = Trainer(replace(small, optimizer=Adam(predict=2)))
-    seen: list[Tensor] = []
+    untouched, tests = getattr(trainer_module, "evaluate"), []  # noqa: B009 - it is imported there
 
     def evaluate(*arguments: Any, **options: Any) -> Any:
-        seen.append(next(trainer.pipe.parameters()).detach().clone())
+        w = next(trainer.pipe.parameters())
+        tests.append(torch.equal(w, trainer._phase.optimizer.state[w].get("actual", w)))
         return untouched(*arguments, **options)
 
-    untouched = trainer_module.evaluate
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "evaluate", evaluate)
-        trainer.train()
+    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
+    ahead = []
+
+    class Watch(Callback):
+        def stepped(self, step: int, losses: Tensor) -> None:
+            w = next(trainer.pipe.parameters())
+            ahead.append(not torch.equal(w, trainer._phase.optimizer.state[w].get("actual", w)))
+
+    trainer.train(callbacks=(Watch(),))
+    assert tests == [True] * 3
+    assert ahead == [False, False, True, True, True, True]
     w = next(trainer.pipe.parameters())
-    assert torch.equal(seen[-1], w), "settled after the last update"
-    assert torch.equal(w, trainer._phase.optimizer.state[w]["actual"])
+    assert torch.equal(w, trainer._phase.optimizer.state[w]["actual"]), "settled"

@@ -212,7 +212,7 @@ def test_a_matrix_of_low_rank_is_a_product() -> None:
     head = Vocabulary(WIDTH, WORDS, rank=2)
     norm, narrow, wide = head
     x = torch.randn(2, LENGTH, WIDTH)
-    product = wide.weight @ narrow.weight
+    product = torch.mm(*(p for layer in (wide, narrow) for p in layer.parameters()))
     torch.testing.assert_close(head(x), norm(x) @ product.T, rtol=1e-12, atol=1e-12)
     head.at_once = 0
     hidden, weight = head(x)

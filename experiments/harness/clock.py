@@ -65,10 +65,12 @@ def network_costs(model: Gpt | ResNet, num_stages: int = 4) -> Costs:
         block = 12 * model.width**2 + 2 * model.sequence_length * model.width
         size, rank = model.vocabulary_size or 256, model.head_rank
         vocabulary = model.width * size
-        stages = [model.blocks_per_stage * block] * num_stages
+        stages: Sequence[float] = [model.blocks_per_stage * block] * num_stages
         # Of a low rank, a head multiplies all tokens by the narrower factor, and a fraction of them by the wider one.
         own = (rank or 0) * model.width + model.loss_fraction * (rank or model.width) * size
-        heads = [model.head_blocks * block + own] * (num_stages - 1) + [model.loss_fraction * vocabulary]
+        heads: Sequence[float] = [model.head_blocks * block + own] * (num_stages - 1) + [
+            model.loss_fraction * vocabulary
+        ]
     else:
         stages, heads = _multiplications(models.resnet(model.variant, 10, 32, width_factor=model.width_factor))
     return replace(TRANSFORMER, head=tuple(round(3 * head / mean(stages), 2) for head in heads))

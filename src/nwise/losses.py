@@ -216,14 +216,14 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
         self.at_once, self.fraction = at_once, fraction
 
     def forward(self, logits: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        first, *weight = (logits,) if isinstance(logits, Tensor) else logits
-        rows, labels = first.flatten(0, 1), target.flatten()
+        hidden, weight = (logits, None) if isinstance(logits, Tensor) else logits
+        rows, labels = hidden.flatten(0, 1), target.flatten()
         if self.fraction < 1 and self.training:
             drawn = self._draw(labels)
             rows, labels = rows[drawn], labels[drawn]
-        if not weight:
+        if weight is None:
             return super().forward(rows, labels)
-        return sliced_cross_entropy(rows, *weight, labels, self.ignore_index, self.label_smoothing, self.at_once)
+        return sliced_cross_entropy(rows, weight, labels, self.ignore_index, self.label_smoothing, self.at_once)
 
     def _draw(self, labels: Tensor) -> Tensor:
         """Return the places of random tokens, as many as the fraction says; ignored ones only if too few count."""
