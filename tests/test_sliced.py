@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import nwise
 from nwise._torch import TorchDispatchMode
 from nwise.app.data import Bytes, Tokens
 from nwise.app.training import evaluate
+from nwise.checkpoint import Checkpoints
 from nwise.losses import TokenCrossEntropy
 from nwise.network.layers import Embedding, TransformerBlock, Vocabulary
 from nwise.strategies import strategy as parse
@@ -157,6 +159,7 @@ def test_a_fraction_of_the_tokens_is_unbiased(monkeypatch: pytest.MonkeyPatch, i
     assert len(different) == {0: 10, 1: 4, 3: 1}[ignored], "so many threes of those that count"
     for found, wanted in zip(zip(*means, strict=True), gradients(TokenCrossEntropy()), strict=True):
         torch.testing.assert_close(torch.stack(found).mean(0), wanted, rtol=1e-12, atol=1e-12)
+    assert isinstance(Vocabulary(WIDTH, WORDS, at_once=0).eval()(hidden), Tensor), "as exits need them"
     whole = gradients(some.eval())
     torch.testing.assert_close(whole, gradients(TokenCrossEntropy()), rtol=1e-12, atol=1e-12)
 
@@ -199,6 +202,21 @@ def test_a_pipeline_has_the_gradients_of_the_tokens_drawn() -> None:
     again = nwise.Pipeline(*network(at_once=0), TokenCrossEntropy(fraction=0.3), "2-wise-mean", seed=5)
     assert torch.equal(again.step(x, target=y), first)
     assert not torch.equal(again.step(x, target=y), first)
+
+
+def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
+    x, y = torch.randint(0, WORDS, (2, BATCH, LENGTH))
+    losses = []
+    for resumes in (False, True):
+        pipe = nwise.Pipeline(*network(at_once=0), TokenCrossEntropy(fraction=0.3), "local", 2, seed=5)
+        checkpoints = Checkpoints(tmp_path, pipe)
+        if resumes:
+            checkpoints.resume()
+        else:
+            pipe.step(x, target=y)
+            checkpoints.save()
+        losses.append(pipe.step(x, target=y))
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.25, 1.01, float("nan")])

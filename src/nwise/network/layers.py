@@ -113,7 +113,7 @@ class Vocabulary(nn.Sequential):
     Args:
         width: width of the tokens, D.
         size: number of different tokens, V.
-        at_once: most logits to return, 0 for factors always; default: 2^28, half a GiB in bf16.
+        at_once: most logits to return; 0 for factors always in training, and otherwise as by default: 2^28, half a GiB in bf16.
         rank: rank of the matrix; default: any.
 
     Raises:
@@ -144,7 +144,8 @@ class Vocabulary(nn.Sequential):
         for layer in before:
             hidden = layer(hidden)
         assert isinstance(weight, Tensor)  # under a delay a copy of the parameter
-        if hidden[..., 0].numel() * len(weight) > self.at_once:
+        most = self.at_once if self.at_once or self.training else AT_ONCE
+        if hidden[..., 0].numel() * len(weight) > most:
             return hidden, weight.view_as(weight)  # a step gives its outputs gradients, which a parameter has already
         logits: Tensor = matrix(hidden)
         return logits
