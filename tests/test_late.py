@@ -22,7 +22,7 @@ from nwise.app.training.optimizers import make_optimizer
 from nwise.checkpoint import Checkpoints
 from nwise.network.layers import TransformerBlock
 from nwise.training.fused import Fused
-from nwise.training.late import MuonWithAdam, actual_weights, hidden_matrices, settle
+from nwise.training.late import MuonWithAdam, actual_weights, hidden_matrices, predict, settle
 
 
 def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:
@@ -392,3 +392,9 @@ def test_recipe_tests_actual_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead == [False, False, True, True, True, True]
     w = next(trainer.pipe.parameters())
     assert torch.equal(w, trainer._phase.optimizer.state[w]["actual"]), "settled"
+
+
+@pytest.mark.parametrize("delay", [0, -1, 1.5])
+def test_a_prediction_needs_a_delay(delay: Any) -> None:
+    with pytest.raises(ValueError, match=f"`delay` should be an integer of at least 1. Found {delay}"):
+        predict(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), delay)
