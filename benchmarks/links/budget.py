@@ -178,7 +178,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(seconds: float = 150.0, slot_ms: float = 60.0, records: Path = RECORDS) -> None:
+def main(seconds: float = 150.0, slot_ms: float = 100.0, records: Path = RECORDS) -> None:
     """Train by every method for a budget of seconds, and write the records.
 
     Args:
