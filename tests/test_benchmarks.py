@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from benchmarks.links import budget
 from benchmarks.runtime.bench import Case, measure
 from benchmarks.runtime.command import main as bench
+from benchmarks.runtime.virtual import Device
+from experiments.frontier.arms import arm
+from experiments.harness.clock import network_costs
+from nwise.microbatch import Batch
 from nwise.runtime.processes import Processes
+from nwise.schedule import Action, Costs, Kind, best
+from nwise.schedule.costs import prices
+from nwise.stage import Stage
 
 
 @pytest.mark.slow("a developer's instrument, which starts torchrun twice")
@@ -44,3 +56,55 @@ def test_virtual_stages_have_what_the_engine_reads() -> None:
 def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
+    """An action begins when its message is due; what it sends is due a latency after its end, and its values are real."""
+    module = nn.Linear(2, 2)
+    stage = Stage(1, module, None, nn.functional.mse_loss, recompute=False)
+    stage.learns = list(module.parameters())
+    costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=1.0)
+    device, slot, latency = Device(0.004), 0.004, 0.02
+    budget.pace(stage, prices(costs, 3)[1], device, latency)
+    timed = best("end-to-end", num_stages=3, num_microbatches=1, costs=costs)
+    (tape,) = stage.tapes(timed.schedule, 0, Batch([()], [None], [[1.0] * 3]))
+
+    def due(seconds: float) -> Tensor:
+        return torch.tensor([time.perf_counter() + seconds], dtype=torch.float64)
+
+    x, gradient, arrives = torch.randn(3, 2), torch.randn(3, 2), due(0.015)
+    tape.inputs = (x, arrives)
+    y, sent = stage.run(Action(Kind.FORWARD, 1, 0), tape)
+    assert time.perf_counter() >= device.free
+    assert device.free == pytest.approx(arrives.item() + 2 * slot, abs=1e-9)
+    torch.testing.assert_close((y, sent), (module(x).detach(), torch.tensor([device.free + latency]).double()))
+
+    (message,), arrives = tape.flow.cotangent(0).needed, due(0.015)
+    tape.messages[message] = (gradient, arrives)
+    back, sent = stage.run(Action(Kind.INPUT_GRAD, 1, 0, 0), tape)
+    assert device.free == pytest.approx(arrives.item() + 3 * slot, abs=1e-9)
+    torch.testing.assert_close((back, sent), (gradient @ module.weight, torch.tensor([device.free + latency]).double()))
+    before = device.free
+    assert stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape) == ()
+    torch.testing.assert_close(module.weight.grad, gradient.T @ x)
+    assert device.free == pytest.approx(before + slot, abs=1e-9)
+
+
+def test_a_budget_shows_the_measured_clock_beside_the_planned_one() -> None:
+    record = {
+        "method": "local",
+        "microbatches": 1,
+        "planned_slots": 3.31,
+        "measured_slots": 3.32,
+        "tests": [{"loss": 2.0}, {"loss": 1.5}],
+    }
+    assert budget.table([record]).splitlines()[-1] == "| local | 1 | 3.31 | 3.32 | 1.003 | 2.000 | 1.500 |"
+
+
+@pytest.mark.parametrize("method", budget.METHODS)
+def test_budgets_train_with_the_recipe_of_the_frontier(method: str) -> None:
+    one, rule = budget.recipe(method, 300), arm("muon end-to-end")
+    like = replace(rule, num_stages=4).run(0.02, 0)
+    assert (one.model, one.optimizer.beta2) == (like.model, like.optimizer.beta2)  # type: ignore[union-attr] # Adam's settings
+    assert one.optimizer.extrapolate == ("delay" in method)
+    assert budget.COSTS.head == pytest.approx(network_costs(budget._MODEL, 4).head[0])  # type: ignore[index] # of every stage

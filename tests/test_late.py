@@ -16,12 +16,13 @@ from torch import Tensor, nn
 import architectures
 import nwise
 from nwise.app.recipes import Adam, Sgd, recipe
-from nwise.app.training import Trainer
+from nwise.app.training import Callback, Trainer
+from nwise.app.training import trainer as trainer_module
 from nwise.app.training.optimizers import make_optimizer
 from nwise.checkpoint import Checkpoints
 from nwise.network.layers import TransformerBlock
 from nwise.training.fused import Fused
-from nwise.training.late import MuonWithAdam, hidden_matrices
+from nwise.training.late import MuonWithAdam, actual_weights, hidden_matrices, predict, settle
 
 
 def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:
@@ -238,7 +239,16 @@ def test_muon_leaves_other_parameters_of_two_dimensions_to_adamw() -> None:
     assert [names[p] for p in hidden_matrices(pipe)] == ["stages.0.plain.weight", "stages.0.adapted.base_layer.weight"]
 
 
-@pytest.mark.parametrize("changes", [{"extrapolate": True}, {"muon_lr": 0.02}, {"muon_lr": 0.02, "extrapolate": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"extrapolate": True},
+        {"predict": 2},
+        {"muon_lr": 0.02},
+        {"muon_lr": 0.02, "extrapolate": True},
+        {"muon_lr": 0.02, "predict": 3},
+    ],
+)
 def test_optimizers_for_late_gradients_resume_bitwise(changes: dict[str, Any], tmp_path: Path) -> None:
     config = Adam(lr=0.01, **changes)
     pipe = network()
@@ -279,9 +289,112 @@ def test_recipe_trains_with_a_delay_and_muon() -> None:
     [
         (Sgd, {"nesterov": True, "momentum": 0.0}, "`nesterov` needs a momentum above 0. Found 0"),
         (Adam, {"nesterov": True, "muon_lr": 0.1}, "`nesterov` should be off with `muon_lr`.*Found both"),
+        (Adam, {"predict": 2, "extrapolate": True}, "`predict` should be 0 with `extrapolate`.*Found 2"),
+        (Sgd, {"predict": -1}, "`predict` should be .* at least 0. Found -1"),
         (Adam, {"muon_lr": -1.0}, "`muon_lr` should be a finite number of at least 0. Found -1"),
     ],
 )
 def test_bad_settings_are_refused(config: type[Sgd | Adam], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**options)
+
+
+def test_predicted_weights_by_hand() -> None:
+    """Rate 0.1, no momentum, a delay of 2: u = -0.1 g = -0.1, -0.2, -0.1; w = 0.9, 0.7, 0.6; then w + 2 u."""
+    config = Sgd(lr=0.1, momentum=0, weight_decay=0, predict=2)
+    assert trained(config, [1, 2, 1]) == pytest.approx([0.7, 0.3, 0.4], abs=1e-12)
+
+
+def test_predicted_weights_are_actual_ones_for_the_next_update_and_within_a_test() -> None:
+    """Weight decay is of the actual weight: from 1 by 0.1 (2 + 0.5 * 1) to 0.75, by 0.1 (1 + 0.5 * 0.75) to 0.6125."""
+    w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = make_optimizer(Sgd(lr=0.1, momentum=0, weight_decay=0.5, predict=3), [w])
+    found = []
+    for gradient in (2.0, 1.0, None):
+        w.grad = None if gradient is None else torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        with actual_weights(optimizer):
+            found.append(w.item())
+        found.append(w.item())
+    # Without a gradient nothing changes, so the prediction is the actual weight.
+    assert found == pytest.approx([0.75, 0.75 - 3 * 0.25, 0.6125, 0.6125 - 3 * 0.1375, 0.6125, 0.6125], abs=1e-12)
+    settle(optimizer)
+    assert w.item() == pytest.approx(0.6125, abs=1e-12)
+
+
+def test_a_prediction_by_one_update_is_an_extrapolated_update() -> None:
+    """Adam's updates do not depend on weights: the two differ by the first update, which extrapolation leaves as it is."""
+    gradients = [1.0, -0.5, 2.0, 0.3]
+    plain, predicted, extrapolated = (
+        trained(Adam(lr=0.1, **options), gradients) for options in ({}, {"predict": 1}, {"extrapolate": True})
+    )
+    first = plain[0] - 1
+    assert [p - first for p in predicted] == pytest.approx(extrapolated, abs=1e-12)
+    assert predicted[-1] == pytest.approx(2 * plain[-1] - plain[-2], abs=1e-12)
+
+
+@pytest.mark.parametrize("muon_lr", [0.0, 0.02])
+def test_gradients_under_a_delay_are_those_at_predicted_weights(muon_lr: float) -> None:
+    """By the definition: w[t + 1] = w[t] + update(gradient of batch t - 2 at w[t - 2] + 2 (w[t - 2] - w[t - 3])), in float64."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))]
+    whole = nn.Sequential(*copy.deepcopy(stages)).double()
+    pipe = nwise.Pipeline([one.double() for one in stages], None, nn.functional.mse_loss, "end-to-end-delay-2")
+    config = Adam(lr=0.05, muon_lr=muon_lr, predict=2)
+    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
+    data = torch.randn(6, 5, 3, dtype=torch.float64), torch.randn(6, 5, 2, dtype=torch.float64)
+    for x, y in zip(*data, strict=True):
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = list(whole.parameters())
+    muon = [p for p, q in zip(weights, pipe.parameters(), strict=True) if q in hidden_matrices(pipe)]
+    reference = make_optimizer(replace(config, predict=0), weights, muon)
+    before = [p.detach().clone() for p in weights]
+    due: list[tuple[Tensor, ...]] = []
+    names = [name for name, _ in whole.named_parameters()]
+    for x, y in zip(*data, strict=True):
+        now = [p.detach().clone() for p in weights]
+        ahead = [(p + 2 * (p - old)).requires_grad_() for p, old in zip(now, before, strict=True)]
+        output = torch.func.functional_call(whole, dict(zip(names, ahead, strict=True)), (x,))
+        due.append(torch.autograd.grad(nn.functional.mse_loss(output, y), ahead))
+        before = now
+        if len(due) > 2:
+            for p, gradient in zip(weights, due.pop(0), strict=True):
+                p.grad = gradient
+            reference.step()
+    with actual_weights(optimizer):
+        for found, wanted in zip(pipe.parameters(), weights, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_recipe_tests_actual_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between updates, where the weights are predictions; after the last update they are actual ones."""
+    small = replace(recipe("digits"), max_steps=6, batch_size=16, eval_every=0.03, strategy="end-to-end-delay-2")
+    trainer = Trainer(replace(small, optimizer=Adam(predict=2)))
+    untouched, tests = getattr(trainer_module, "evaluate"), []  # noqa: B009 - it is imported there
+
+    def evaluate(*arguments: Any, **options: Any) -> Any:
+        w = next(trainer.pipe.parameters())
+        tests.append(torch.equal(w, trainer._phase.optimizer.state[w].get("actual", w)))
+        return untouched(*arguments, **options)
+
+    monkeypatch.setattr(trainer_module, "evaluate", evaluate)
+    ahead = []
+
+    class Watch(Callback):
+        def stepped(self, step: int, losses: Tensor) -> None:
+            w = next(trainer.pipe.parameters())
+            ahead.append(not torch.equal(w, trainer._phase.optimizer.state[w].get("actual", w)))
+
+    trainer.train(callbacks=(Watch(),))
+    assert tests == [True] * 3
+    assert ahead == [False, False, True, True, True, True]
+    w = next(trainer.pipe.parameters())
+    assert torch.equal(w, trainer._phase.optimizer.state[w]["actual"]), "settled"
+
+
+@pytest.mark.parametrize("delay", [0, -1, 1.5])
+def test_a_prediction_needs_a_delay(delay: Any) -> None:
+    with pytest.raises(ValueError, match=f"`delay` should be an integer of at least 1. Found {delay}"):
+        predict(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), delay)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import nwise
 from nwise._torch import TorchDispatchMode
 from nwise.app.data import Bytes, Tokens
 from nwise.app.training import evaluate
+from nwise.checkpoint import Checkpoints
 from nwise.losses import TokenCrossEntropy
 from nwise.network.layers import Embedding, TransformerBlock, Vocabulary
 from nwise.strategies import strategy as parse
@@ -128,3 +133,125 @@ def test_scores_in_slices_are_those_of_logits(monkeypatch: pytest.MonkeyPatch) -
         plain, sliced = ([(s.loss, s.accuracy) for s in getattr(one, part)] for one in scores)
         assert len(plain) == 3
         assert torch.tensor(sliced).allclose(torch.tensor(plain), rtol=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 3])
+@pytest.mark.parametrize("factors", [False, True])
+def test_a_fraction_of_the_tokens_is_unbiased(monkeypatch: pytest.MonkeyPatch, ignored: int, factors: bool) -> None:
+    """Half of five tokens is three. Over all 120 orders of the keys, loss and gradients average to those of all tokens.
+
+    Of three that count all are drawn, and of two both with an ignored one.
+    """
+    hidden, weight, target = example()
+    hidden, target = hidden[:1].detach().requires_grad_(), target[:1]
+    target.view(-1)[:ignored] = -100
+
+    def gradients(loss: TokenCrossEntropy) -> tuple[Tensor, ...]:
+        value = loss((hidden, weight) if factors else hidden @ weight.T, target)
+        return (value.detach(), *torch.autograd.grad(value, (hidden, weight)))
+
+    some, means, different = TokenCrossEntropy(fraction=0.5), [], set()
+    for order in permutations(range(LENGTH)):
+        keys = torch.tensor(order) / LENGTH
+        monkeypatch.setattr(torch, "rand", lambda *_, keys=keys, **__: keys.clone())
+        means.append(gradients(some))
+        different.add(round(means[-1][0].item(), 9))
+    assert len(different) == {0: 10, 1: 4, 3: 1}[ignored], "so many threes of those that count"
+    for found, wanted in zip(zip(*means, strict=True), gradients(TokenCrossEntropy()), strict=True):
+        torch.testing.assert_close(torch.stack(found).mean(0), wanted, rtol=1e-12, atol=1e-12)
+    assert isinstance(Vocabulary(WIDTH, WORDS, at_once=0).eval()(hidden), Tensor), "as exits need them"
+    whole = gradients(some.eval())
+    torch.testing.assert_close(whole, gradients(TokenCrossEntropy()), rtol=1e-12, atol=1e-12)
+
+
+def test_a_fraction_of_the_tokens_multiplies_so_much_less() -> None:
+    """The three products of a vocabulary matrix are those of a quarter of the tokens."""
+    hidden, _, target = example()
+    counts = []
+    for fraction in (1.0, 0.25):
+        with FlopCounterMode(display=False) as counter:
+            TokenCrossEntropy(fraction=fraction)(Vocabulary(WIDTH, WORDS, at_once=0)(hidden), target).backward()
+        counts.append(counter.get_total_flops())
+    assert counts == [3 * 2 * tokens * WIDTH * WORDS for tokens in (BATCH * LENGTH, BATCH * LENGTH // 4)]
+
+
+class Noted(TokenCrossEntropy):
+    """Keeps which tokens it has drawn."""
+
+    def _draw(self, labels: Tensor) -> Tensor:
+        self.drawn = super()._draw(labels)
+        return self.drawn
+
+
+def test_a_pipeline_has_the_gradients_of_the_tokens_drawn() -> None:
+    """By the definition, with all other tokens ignored; each head draws its own, which depend on the seed and the step."""
+    x, y = torch.randint(0, WORDS, (2, BATCH, LENGTH))
+    losses = [Noted(fraction=0.3) for _ in range(3)]
+    pipe = nwise.Pipeline(*network(at_once=0), losses, "2-wise-mean", seed=5)
+    first = pipe.step(x, target=y).clone()
+    assert len({tuple(loss.drawn.sort().values.tolist()) for loss in losses}) == 3
+
+    def of_drawn(loss: Noted) -> Any:
+        ignored = torch.ones(BATCH * LENGTH, dtype=torch.bool).index_fill(0, loss.drawn, 0).view(BATCH, LENGTH)
+        return lambda output, target: TokenCrossEntropy()(output, target.masked_fill(ignored, -100))
+
+    credit = torch.tensor([[0.5, 0, 0], [0.5, 0.5, 0], [0, 0.5, 1]])
+    wanted = nwise.reference_grads(*network(at_once=0), list(map(of_drawn, losses)), x, y, credit)
+    for name, p in pipe.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-12, atol=1e-12)
+    again = nwise.Pipeline(*network(at_once=0), TokenCrossEntropy(fraction=0.3), "2-wise-mean", seed=5)
+    assert torch.equal(again.step(x, target=y), first)
+    assert not torch.equal(again.step(x, target=y), first)
+
+
+def test_a_resumed_run_draws_the_same_tokens(tmp_path: Path) -> None:
+    x, y = torch.randint(0, WORDS, (2, BATCH, LENGTH))
+    losses = []
+    for resumes in (False, True):
+        pipe = nwise.Pipeline(*network(at_once=0), TokenCrossEntropy(fraction=0.3), "local", 2, seed=5)
+        checkpoints = Checkpoints(tmp_path, pipe)
+        if resumes:
+            checkpoints.resume()
+        else:
+            pipe.step(x, target=y)
+            checkpoints.save()
+        losses.append(pipe.step(x, target=y))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.25, 1.01, float("nan")])
+def test_bad_fractions_are_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="`fraction` should be above 0 and at most 1. Found .*quarter"):
+        TokenCrossEntropy(fraction=fraction)
+
+
+def test_a_matrix_of_low_rank_is_a_product() -> None:
+    """Shared between the heads, in one process, the larger factor gets the sum of the heads' gradients."""
+    head = Vocabulary(WIDTH, WORDS, rank=2)
+    norm, narrow, wide = head
+    x = torch.randn(2, LENGTH, WIDTH)
+    product = torch.mm(*(p for layer in (wide, narrow) for p in layer.parameters()))
+    torch.testing.assert_close(head(x), norm(x) @ product.T, rtol=1e-12, atol=1e-12)
+    head.at_once = 0
+    hidden, weight = head(x)
+    assert (hidden.shape, weight.shape) == ((2, LENGTH, 2), (WORDS, 2))
+
+    stages, _ = network(10**6)
+    heads = [Vocabulary(WIDTH, WORDS, rank=2) for _ in range(2)]
+    heads[1][-1] = heads[0][-1]
+    x, y = torch.randint(0, WORDS, (2, BATCH, LENGTH))
+    credit = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
+    # In the definition, which copies the heads, each has its own factor.
+    apart = nwise.reference_grads(stages, copy.deepcopy(heads), TokenCrossEntropy(), x, y, credit)
+    pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(), "local")
+    pipe.step(x, target=y)
+    torch.testing.assert_close(heads[0][-1].weight.grad, apart["heads.0.2.weight"] + apart["heads.1.2.weight"])
+    torch.testing.assert_close(heads[1][1].weight.grad, apart["heads.1.1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"), [(0, "`rank` should be .* at least 1. Found 0"), (4, r"less than 3\.882.*Found 4")]
+)
+def test_bad_ranks_are_refused(rank: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Vocabulary(WIDTH, WORDS, rank=rank)

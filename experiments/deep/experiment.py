@@ -14,11 +14,11 @@ from experiments.frontier.experiment import BETTER_LATE, LOCAL, PROMPT, ROTATING
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, differences, greater
-from experiments.harness.experiment import Job, Result, Size
+from experiments.harness.experiment import Result, Size
 from experiments.harness.runs import Runs, loss, loss_at, shown
 from experiments.harness.search import Search
 from experiments.harness.store import Store
-from experiments.harness.trained import Parts, Trained
+from experiments.harness.trained import Parts, TriedFirst
 from nwise.app.recipes import Recipe
 
 STEPS = 1500
@@ -205,7 +205,7 @@ def _trials(plan: Plan, search: Search) -> Runs:
     return Runs([record for _, record in Store(plan.path).records_for(search.cells) if record is not None])
 
 
-class Deep(Trained):
+class Deep(TriedFirst):
     """The experiment of a plan."""
 
     def __init__(self, plan: Plan) -> None:
@@ -218,12 +218,6 @@ class Deep(Trained):
                 Result("", "ours: credit and delay on 16 and 32 accelerators, equal time", "deep, time"),
             ],
         )
-
-    def reproduce(self, job: Job) -> None:
-        """Run the trials, then the runs, whose rates the trials give."""
-        before = None
-        while before != (before := self.progress(job)):
-            super().reproduce(job)
 
 
 EXPERIMENT = Deep(Plan(Path(__file__).with_name("medium.jsonl")))

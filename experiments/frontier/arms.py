@@ -42,7 +42,10 @@ class Arm:
         extrapolate: whether every update is extrapolated.
         num_stages: into how many stages the eight blocks are cut.
         blocks: number of blocks; one for the test whether depth helps.
+        predict: updates by which every forward's weights are predicted; default: none.
         head_blocks: number of blocks of each auxiliary head, before its norm and vocabulary matrix.
+        head_rank: rank of an auxiliary head's vocabulary matrix; default: any.
+        loss_fraction: fraction of the tokens that losses take.
         microbatches: M, where it changes what is learned; default: any, so the fastest.
         width: of the network.
     """
@@ -51,9 +54,12 @@ class Arm:
     strategy: str
     all_heads: bool = False
     extrapolate: bool = False
+    predict: int = 0
     num_stages: int = STAGES
     blocks: int = STAGES
     head_blocks: int = 0
+    head_rank: int | None = None
+    loss_fraction: float = 1.0
     microbatches: int | None = None
     width: int = WIDTH
 
@@ -67,9 +73,12 @@ class Arm:
         parts = [f"{self.optimizer} {self.strategy}"]
         parts += ["all heads"] if self.all_heads else []
         parts += ["extrapolated"] if self.extrapolate else []
+        parts += ["predicted"] if self.predict else []
         parts += [f"{self.blocks} block{'s' * (self.blocks > 1)}"] if self.blocks != STAGES else []
         parts += [f"{self.num_stages} stages"] if self.num_stages not in (STAGES, self.blocks) else []
         parts += [f"heads of {self.head_blocks}"] if self.head_blocks else []
+        parts += [f"heads of rank {self.head_rank}"] if self.head_rank else []
+        parts += [f"losses of {self.loss_fraction:.0%}"] if self.loss_fraction != 1 else []
         parts += [f"width {self.width}"] if self.width != WIDTH else []
         return ", ".join(parts)
 
@@ -99,6 +108,8 @@ class Arm:
             blocks_per_stage=self.blocks // self.num_stages,
             width=self.width,
             head_blocks=self.head_blocks,
+            head_rank=self.head_rank,
+            loss_fraction=self.loss_fraction,
             sequence_length=_LENGTH,
         )
 
@@ -119,6 +130,7 @@ class Arm:
             eps=1e-9,
             warmup_steps=_WARMUP,
             extrapolate=self.extrapolate,
+            predict=self.predict,
         )
         return Recipe(
             name="frontier",

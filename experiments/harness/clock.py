@@ -55,13 +55,22 @@ def network_costs(model: Gpt | ResNet, num_stages: int = 4) -> Costs:
     >>> model = Gpt(blocks_per_stage=2, width=64, sequence_length=32, head_blocks=1, vocabulary_size=832)
     >>> network_costs(model, 3).head
     (3.0, 3.0, 1.5)
+    >>> network_costs(replace(model, head_blocks=0, loss_fraction=0.25), 3).head
+    (0.38, 0.38, 0.38)
+    >>> network_costs(replace(model, head_blocks=0, head_rank=13), 3).head  # 13 (64 + 832) / (64 * 832) of 1.5
+    (0.33, 0.33, 1.5)
     """
     if isinstance(model, Gpt):
         # Multiplications for a token: four matrices of attention, two of four times the width, scores and their use.
         block = 12 * model.width**2 + 2 * model.sequence_length * model.width
-        vocabulary = model.width * (model.vocabulary_size or 256)
-        stages = [model.blocks_per_stage * block] * num_stages
-        heads = [model.head_blocks * block + vocabulary] * (num_stages - 1) + [vocabulary]
+        size, rank = model.vocabulary_size or 256, model.head_rank
+        vocabulary = model.width * size
+        stages: Sequence[float] = [model.blocks_per_stage * block] * num_stages
+        # Of a low rank, a head multiplies all tokens by the narrower factor, and a fraction of them by the wider one.
+        own = (rank or 0) * model.width + model.loss_fraction * (rank or model.width) * size
+        heads: Sequence[float] = [model.head_blocks * block + own] * (num_stages - 1) + [
+            model.loss_fraction * vocabulary
+        ]
     else:
         stages, heads = _multiplications(models.resnet(model.variant, 10, 32, width_factor=model.width_factor))
     return replace(TRANSFORMER, head=tuple(round(3 * head / mean(stages), 2) for head in heads))

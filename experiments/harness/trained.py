@@ -163,6 +163,16 @@ class Trained(Experiment):
             self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self._claims(groups))]))
 
 
+class TriedFirst(Trained):
+    """An experiment whose first cells are trials, which give the rates of its runs."""
+
+    def reproduce(self, job: Job) -> None:
+        """Run the trials, then the runs."""
+        before = None
+        while before != (before := self.progress(job)):
+            super().reproduce(job)
+
+
 def on_a_gpu(recipe: Recipe) -> Recipe:
     """Return the same run, quick on a GPU: bf16, captured steps, channels innermost; data and augmentation are on the device."""
     return replace(recipe, precision="bf16", capture=True, channels_last=not isinstance(recipe.model, Gpt))

@@ -59,6 +59,7 @@ def pipeline(
     num_microbatches: int,
     *,
     frozen: Sequence[int] = (),
+    loss: Any = nn.functional.cross_entropy,
     **options: Any,
 ) -> nwise.Pipeline:
     """A pipeline of `network`, of which some stages may be frozen."""
@@ -67,7 +68,7 @@ def pipeline(
         stages[k].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an n beyond the number of stages
-        return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, num_microbatches, seed=1, **options)
+        return nwise.Pipeline(stages, heads, loss, strategy, num_microbatches, seed=1, **options)
 
 
 def make_optimizer(name: str, pipe: nwise.Pipeline) -> torch.optim.Optimizer:

@@ -6,7 +6,9 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from nwise.losses import TokenCrossEntropy
 from nwise.schedule.named import RULES
 from ranks.common import batches, closed, digests, pipeline, trained, write
 
@@ -19,6 +21,7 @@ STRATEGIES = (
     "rotating-2",
     "rotating-2-microbatch",
     "local, then 2-wise",
+    "2-wise-mean, of some",
 )
 CASES = [(name, *((1, "sgd"), (4, "adam"))[i % 2], "best") for i, name in enumerate(STRATEGIES)]
 CASES += [
@@ -26,11 +29,23 @@ CASES += [
 ]
 
 
+class OfSome(TokenCrossEntropy):
+    """The loss of a random half of the samples, each of one token."""
+
+    def __init__(self) -> None:
+        super().__init__(fraction=0.5)
+
+    def forward(self, logits: Any, target: Tensor) -> Tensor:
+        return super().forward(logits[:, None], target[:, None])
+
+
 def case(num_stages: int, strategy: str, num_microbatches: int, optimizer: str, order: Any) -> Any:
     """Digests after six steps, some of whose batches are ragged."""
-    first, _, then = strategy.partition(", then ")
-    pipe = pipeline(num_stages, first, num_microbatches, schedule=order)
-    trained(pipe, optimizer, batches(6, sizes=(8, 8, 7, 8, 9, 9)), (3, then) if then else None)
+    first, _, then = strategy.partition(", ")
+    loss = OfSome() if then == "of some" else nn.functional.cross_entropy
+    pipe = pipeline(num_stages, first, num_microbatches, loss=loss, schedule=order)
+    switch = (3, then.removeprefix("then ")) if then.startswith("then ") else None
+    trained(pipe, optimizer, batches(6, sizes=(8, 8, 7, 8, 9, 9)), switch)
     return closed(pipe, digests(pipe))
 
 

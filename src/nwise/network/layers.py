@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nwise.checks import check_at_least
 from nwise.losses import AT_ONCE
 
 __all__ = [
@@ -106,25 +107,45 @@ class Vocabulary(nn.Sequential):
 
     `nwise.losses.TokenCrossEntropy` takes both, and `nwise.losses.logits_of` multiplies the factors of some tokens.
 
+    Of a low `rank` the matrix is a product of two, so a token takes ``rank (D + V)`` multiplications instead of ``D V``. In one
+    process heads may share the larger one (``head[-1] = other[-1]``).
+
     Args:
         width: width of the tokens, D.
         size: number of different tokens, V.
-        at_once: most logits to return; default: 2^28, half a GiB in bf16.
+        at_once: most logits to return; 0 for factors always in training, and otherwise as by default: 2^28, half a GiB in bf16.
+        rank: rank of the matrix; default: any.
+
+    Raises:
+        ValueError: a matrix of the `rank` would take more multiplications, not fewer.
 
     >>> x, output = torch.zeros(2, 3, 4), Vocabulary(4, 7, at_once=41)
     >>> [list(factor.shape) for factor in output(x)], list(output(x[:1]).shape)
     ([[2, 3, 4], [7, 4]], [1, 3, 7])
     """
 
-    def __init__(self, width: int, size: int, at_once: int = AT_ONCE) -> None:
-        super().__init__(*vocabulary(width, size))
+    def __init__(self, width: int, size: int, at_once: int = AT_ONCE, rank: int | None = None) -> None:
+        norm, matrix = vocabulary(width, size)
+        if rank is None:
+            super().__init__(norm, matrix)
+        else:
+            check_at_least(1, rank=rank)
+            if rank * (width + size) >= width * size:
+                raise ValueError(
+                    f"`rank` should be less than {width * size / (width + size):.4g}, or two factors multiply no less than the "
+                    f"matrix of {width} x {size}. Found {rank}; use a lower rank, or None."
+                )
+            super().__init__(norm, nn.Linear(width, rank, bias=False), Linear(rank, size, bias=False))
         self.at_once = at_once
 
     def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        norm, matrix = self.children()
-        hidden, weight = norm(x_BTD), matrix.weight
+        *before, matrix = self.children()
+        hidden, weight = x_BTD, matrix.weight
+        for layer in before:
+            hidden = layer(hidden)
         assert isinstance(weight, Tensor)  # under a delay a copy of the parameter
-        if hidden[..., 0].numel() * len(weight) > self.at_once:
+        most = self.at_once if self.at_once or self.training else AT_ONCE
+        if hidden[..., 0].numel() * len(weight) > most:
             return hidden, weight.view_as(weight)  # a step gives its outputs gradients, which a parameter has already
         logits: Tensor = matrix(hidden)
         return logits

@@ -14,7 +14,7 @@ from nwise.checkpoint import (
 from nwise.lazy import submodule
 from nwise.training.clip import Clip, ClipBy, clip_grad_norm_, clip_groups
 from nwise.training.fused import Fused
-from nwise.training.late import MuonWithAdam, extrapolate, hidden_matrices
+from nwise.training.late import MuonWithAdam, actual_weights, extrapolate, hidden_matrices, predict, settle
 from nwise.training.nonfinite import NonFiniteGuard, NotFiniteError
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "NonFiniteGuard",
     "NotFiniteError",
     "Resumed",
+    "actual_weights",
     "clip_grad_norm_",
     "clip_groups",
     "extrapolate",
@@ -34,7 +35,9 @@ __all__ = [
     "hidden_matrices",
     "load_main_state",
     "main_state",
+    "predict",
     "save_tensors",
+    "settle",
 ]
 
 __getattr__ = partial(submodule, __name__)

@@ -1,13 +1,15 @@
-"""Optimizers that tolerate late gradients: Muon for matrices, and extrapolated updates.
+"""Optimizers that tolerate late gradients: Muon for matrices, extrapolated updates, and predicted weights.
 
 A gradient that is one update late was computed before the last update. Muon loses less by that than Adam, and an extrapolated
-update makes up for most of the rest ("One-step gradient delay is not a barrier", arXiv 2606.30634).
+update makes up for most of the rest ("One-step gradient delay is not a barrier", arXiv 2606.30634). For longer delays a forward
+can run at weights that are predicted for the time of its gradient (SpecTrain, arXiv 1809.02839; XPipe, arXiv 1911.04610).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import COMPILED, plain_name
+from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
 
-__all__ = ["MuonWithAdam", "extrapolate", "hidden_matrices"]
+__all__ = ["MuonWithAdam", "actual_weights", "extrapolate", "hidden_matrices", "predict", "settle"]
 
 # Parameters of two dimensions that multiply nothing, such as the biases of all experts, or that make a matrix with others.
 _NO_MATRIX = re.compile(r"bias|embed|token|pos_|position|table|A_log|original|weight_(orig|g|v)$")
@@ -205,6 +208,72 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     >>> w.item()  # 1 - 0.5, then - 0.25 + (-0.25 + 0.5)
     0.5
     """
+
+    def add(p: Tensor, update: Tensor, state: dict[str, Any]) -> None:
+        if "last_update" in state:
+            p += update - state["last_update"]
+        state["last_update"] = update
+
+    _after_updates(optimizer, add)
+
+
+def predict(optimizer: torch.optim.Optimizer, delay: int) -> None:
+    """Let forwards run at the weights that the last update predicts for the time of their gradient.
+
+    Between two updates each parameter holds ``w + delay * u``, with w its actual value and u the change by the last update; after
+    an update without its gradient it holds w. An update begins from w. Test and save within `actual_weights`, and call `settle`
+    after the last update. If updates do not depend on weights, a delay of 1 trains as `extrapolate` does, apart from the first
+    update.
+
+    Args:
+        optimizer: the optimizer; its state keeps the actual value of every parameter, under ``actual``.
+        delay: number of updates by which gradients are late, as 2 for ``"end-to-end-delay-2"``; at least 1.
+
+    Raises:
+        ValueError: `delay` is less than 1.
+
+    >>> w = nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = torch.optim.SGD([w], lr=1.0)
+    >>> predict(optimizer, 2)
+    >>> for gradient in (0.5, 0.25):
+    ...     w.grad = torch.tensor([gradient])
+    ...     optimizer.step()
+    >>> w.item()  # the actual value is 1 - 0.5 - 0.25, and twice the last change is -0.5
+    -0.25
+    """
+    check_at_least(1, delay=delay)
+
+    def move(p: Tensor, update: Tensor, state: dict[str, Any]) -> None:
+        state["actual"] = p.detach().clone()
+        p.add_(update, alpha=delay)
+
+    optimizer.register_step_pre_hook(lambda optimizer, *_: settle(optimizer))
+    _after_updates(optimizer, move)
+
+
+@torch.no_grad()
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Put the actual weights into the place of predicted ones, until the next update; without `predict` this does nothing."""
+    for p, state in optimizer.state.items():
+        if "actual" in state:
+            p.copy_(state["actual"])
+
+
+@contextmanager
+def actual_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the body find the actual weights in the place of predicted ones; without `predict` this does nothing."""
+    predicted = {p: p.detach().clone() for p, state in optimizer.state.items() if "actual" in state}
+    settle(optimizer)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, values in predicted.items():
+                p.copy_(values)
+
+
+def _after_updates(optimizer: torch.optim.Optimizer, change: Callable[[Tensor, Tensor, dict[str, Any]], None]) -> None:
+    """After every update call a function with each parameter that had a gradient, its change, and its state."""
     # Around the optimizer's own update, whatever it is: the change of a parameter is what stands there after it.
     before: dict[Tensor, Tensor] = {}
 
@@ -215,11 +284,7 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     @torch.no_grad()
     def add(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         for p, old in before.items():
-            update = p - old
-            state = optimizer.state[p]
-            if "last_update" in state:
-                p += update - state["last_update"]
-            state["last_update"] = update
+            change(p, p - old, optimizer.state[p])
         before.clear()
 
     optimizer.register_step_pre_hook(remember)

@@ -6,6 +6,7 @@ from torch import nn
 
 from nwise.app.models.staged import StagedModel, build, name_blocks
 from nwise.checks import check_at_least
+from nwise.losses import AT_ONCE
 from nwise.network.layers import Embedding, TransformerBlock, Vocabulary
 
 
@@ -18,6 +19,8 @@ def gpt(
     vocabulary_size: int = 50257,
     *,
     head_blocks: int = 2,
+    head_rank: int | None = None,
+    loss_fraction: float = 1.0,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> StagedModel:
@@ -37,15 +40,18 @@ def gpt(
     check_at_least(1, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
     check_at_least(0, head_blocks=head_blocks)
     blocks = name_blocks(TransformerBlock(width, num_heads, dropout) for _ in range(num_stages * blocks_per_stage))
+    at_once = (
+        AT_ONCE if loss_fraction == 1 else 0
+    )  # a loss of some tokens is cheaper if it multiplies by the matrix itself
     pieces: dict[str, nn.Module] = {
         "embedding": Embedding(vocabulary_size, sequence_length, width),
         **blocks,
-        "output": Vocabulary(width, vocabulary_size),
+        "output": Vocabulary(width, vocabulary_size, at_once),
     }
     starts = [f"blocks.{k * blocks_per_stage}" for k in range(1, num_stages)]
 
     def head(_: str) -> nn.Module:
         blocks = (TransformerBlock(width, num_heads) for _ in range(head_blocks))
-        return nn.Sequential(*blocks, Vocabulary(width, vocabulary_size))
+        return nn.Sequential(*blocks, Vocabulary(width, vocabulary_size, at_once, head_rank))
 
     return build(pieces, starts, head, seed)

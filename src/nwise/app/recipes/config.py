@@ -168,6 +168,10 @@ class Gpt:
     """Attention heads of each block."""
     head_blocks: int = 2
     """Transformer blocks of each auxiliary head."""
+    head_rank: int | None = None
+    """Rank of the vocabulary matrix of each auxiliary head; None for any."""
+    loss_fraction: float = 1.0
+    """Fraction of the tokens, drawn at random in every step, that the losses take in training."""
     sequence_length: int = 128
     """Tokens in a sequence."""
     vocabulary_size: int | None = None

@@ -25,6 +25,8 @@ class Sgd:
     """Look ahead along the momentum (Nesterov), which helps late gradients."""
     extrapolate: bool = False
     """Add the change between the last two updates once more, a correction for gradients that are one update late."""
+    predict: int = 0
+    """Updates by which gradients are late: forwards run at weights that the last update predicts for then. 0: no prediction."""
 
     def __post_init__(self) -> None:
         check_range("lr", self.lr)
@@ -32,6 +34,7 @@ class Sgd:
         if self.nesterov and not self.momentum:
             raise ValueError("`nesterov` needs a momentum above 0. Found 0.")
         check_range("weight_decay", self.weight_decay, least=True)
+        _check_predict(self)
         for share in self.drops:
             check_range("drops", share, 1)
         check_limits(plateau_epochs=self.plateau_epochs)
@@ -62,6 +65,8 @@ class Adam:
     """Look ahead along the momentum (NAdam), which helps late gradients."""
     extrapolate: bool = False
     """Add the change between the last two updates once more, a correction for gradients that are one update late."""
+    predict: int = 0
+    """Updates by which gradients are late: forwards run at weights that the last update predicts for then. 0: no prediction."""
     muon_lr: float = 0.0
     """Learning rate of Muon for the matrices of hidden layers; Adam, with decoupled weight decay, trains the rest. 0: no Muon."""
 
@@ -71,7 +76,16 @@ class Adam:
         check_range("beta2", self.beta2, 1, least=True)
         check_range("eps", self.eps)
         check_range("weight_decay", self.weight_decay, least=True)
+        _check_predict(self)
         check_at_least(0, warmup_steps=self.warmup_steps)
         check_range("muon_lr", self.muon_lr, least=True)
         if self.muon_lr and self.nesterov:
             raise ValueError("`nesterov` should be off with `muon_lr`, because Muon looks ahead anyway. Found both.")
+
+
+def _check_predict(config: Sgd | Adam) -> None:
+    check_at_least(0, predict=config.predict)
+    if config.predict and config.extrapolate:
+        raise ValueError(
+            f"`predict` should be 0 with `extrapolate`, which predicts by one update. Found {config.predict}; set one of them."
+        )

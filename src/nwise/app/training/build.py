@@ -47,9 +47,9 @@ def pick_device(recipe: Recipe) -> torch.device:
     return device
 
 
-def make_loss(data: Images | Tokens) -> LossFn:
-    """Return the cross-entropy of classes or of tokens."""
-    return TokenCrossEntropy() if isinstance(data, Tokens) else nn.functional.cross_entropy
+def make_loss(data: Images | Tokens, fraction: float = 1.0) -> LossFn:
+    """Return the cross-entropy of classes or of tokens, perhaps of a fraction of the tokens."""
+    return TokenCrossEntropy(fraction=fraction) if isinstance(data, Tokens) else nn.functional.cross_entropy
 
 
 def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> Pipeline:
@@ -73,7 +73,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
     return Pipeline(
         [partial(build, stage) for stage in model.stages],
         [partial(build, head, f"heads.{k}") for k, head in enumerate(model.heads)],
-        make_loss(data),
+        make_loss(data, getattr(recipe.model, "loss_fraction", 1.0)),
         strategy,
         recipe.microbatches,
         schedule=None if recipe.schedule == "best" else recipe.schedule,
@@ -101,7 +101,7 @@ def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> N
         heads,
         batch,
         recipe.batch_size,
-        make_loss(data),
+        make_loss(data, getattr(recipe.model, "loss_fraction", 1.0)),
         lambda parameters: make_optimizer(recipe.optimizer, parameters),
         device,
         tuple(accumulate(map(len, stages[:-1]), initial=0)),

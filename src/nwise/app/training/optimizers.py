@@ -13,7 +13,7 @@ from nwise.app.recipes import Adam, Recipe, Sgd
 from nwise.checkpoint import add_momenta
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
-from nwise.training import Clip, Fused, MuonWithAdam, NonFiniteGuard, extrapolate, hidden_matrices
+from nwise.training import Clip, Fused, MuonWithAdam, NonFiniteGuard, extrapolate, hidden_matrices, predict, settle
 
 
 def parameter_groups(pipe: Pipeline, lr: float, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
@@ -64,6 +64,8 @@ def make_optimizer(
             optimizer = torch.optim.Adam(kept, lr=lr, betas=betas, eps=eps, weight_decay=decay, fused=fused)
     if config.extrapolate:
         extrapolate(optimizer)
+    if config.predict:
+        predict(optimizer, config.predict)
     return optimizer
 
 
@@ -162,9 +164,10 @@ class Phase:
         return skipped
 
     def drain(self) -> None:
-        """Update the parameters by the gradients that are still due under a delay."""
+        """Update the parameters by the gradients that are still due under a delay; predicted weights become actual ones."""
         while self._pipe.drain():
             self.update()
+        settle(self.optimizer)
 
 
 def check_phases(recipe: Recipe, pipe: Pipeline, rules: Sequence[Strategy]) -> list[set[int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weigh
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
 from nwise.strategies import Strategy
+from nwise.training import actual_weights
 
 
 class StoppedError(Exception):
@@ -75,6 +77,7 @@ class Trainer:
         self._timeline: TimelineRecorder | None = None
         self._agreement = Agreement(self.pipe.processes)
         self._saver: Saver | None = None
+        self._actual: Callable[[], AbstractContextManager[None]] = nullcontext  # around what looks at the weights
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
         self._resumed_at = 0, 0  # step and samples
         self._is_untested = False  # whether a test of the present state was broken off
@@ -131,7 +134,8 @@ class Trainer:
                     # With several processes the last evaluation has saved the weights. They are also kept if training
                     # has failed after it.
                     if status in ("stopped", "interrupted") and self.pipe.processes.size == 1:
-                        run.save_weights(gather_weights(self.pipe), self.pipe.steps)
+                        with self._actual():
+                            run.save_weights(gather_weights(self.pipe), self.pipe.steps)
                     run.finish(status)
                 if begun:
                     self._notify("finished", status)
@@ -197,6 +201,7 @@ class Trainer:
             if begin >= last:
                 continue
             self._phase = Phase(self.recipe, self.pipe, number, steps, self._post_mortem)
+            self._actual = partial(actual_weights, self._phase.optimizer)
             if self._saver is not None:
                 self._saver.phase = self._phase
             is_untested = checkpoint is None and begin == 0
@@ -234,7 +239,14 @@ class Trainer:
     def _test(self, step: int, first: int, last: int) -> Scores:
         """Evaluate after a step of a phase (the steps from `first` to `last`), and tell its learning rate and the saver."""
         # At a switch of strategies the next phase would resume without this one's heads.
-        scores = self._evaluate(step, can_stop=step < last or last == self.num_steps)
+        try:
+            with self._actual():
+                scores = self._evaluate(step, can_stop=step < last or last == self.num_steps)
+        except StoppedError:
+            self._is_untested = True  # so a resumed run tests first
+            if self._saver is not None:
+                self._saver.save(wait=True)
+            raise
         assert scores.heads[-1] is not None
         loss = scores.heads[-1].loss
         if step > first:
@@ -333,14 +345,8 @@ class Trainer:
     def _evaluate(self, step: int, *, can_stop: bool = True) -> Scores:
         self._write_log(wait=True)
         on_batch = self._tested_batch if can_stop else partial(self._notify, "evaluating")
-        try:
-            with autocast(self.recipe, self.device):
-                scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
-        except StoppedError:
-            self._is_untested = True  # so a resumed run tests first
-            if self._saver is not None and self._saver.phase is not None:
-                self._saver.save(wait=True)
-            raise
+        with autocast(self.recipe, self.device):
+            scores = evaluate(self.pipe, self.test_data, 2 * self.recipe.batch_size, on_batch=on_batch)
         loss, accuracy = ([score and getattr(score, n) for score in scores.heads] for n in ("loss", "accuracy"))
         self._record("test", step, loss=loss, accuracy=accuracy)
         if self.run is not None or self.pipe.processes.size > 1:
