@@ -361,32 +361,23 @@ def test_take_of_arrived_message_posts_no_receive() -> None:
         begin(sender, receiver, one, window(1))
 
 
-def test_sender_by_default_keeps_one_cycle_and_counts_its_bytes() -> None:
-    """Nothing is received here: a send waits for the same message of the cycle before, and no earlier one."""
+@pytest.mark.parametrize("travel", [0, 1])
+def test_sender_keeps_one_cycle_and_under_a_delay_one_more(travel: int) -> None:
+    """Nothing is received here: a send waits for the same message of the cycle before, and no earlier one.
+
+    Under a delay a receive may come a call later than its send, so the sender must not wait for it in between.
+    """
     wire = Wire()
     sender = Sender(Link(cast(Any, wire), 1, torch.device("cpu")))
     assert not any(sender.num_bytes.values())
-    sender.start(plan(2), window(1, 3), 0)
-    for m, value in enumerate([row(1), row(3)]):
-        sender.send(name(m), value, value)
-    assert sender.num_bytes == {Kind.RECEIVE_ACTIVATION: 8 * 4, Kind.RECEIVE_GRADIENT: 0}, "without headers"
-    assert wire.calls == ["send"] * 4
-    sender.start(plan(2), window(1, 3), 0)
-    with pytest.raises(LostPeer):  # of this wire, where waiting is in vain
-        sender.send(name(0), row(1), row(1))
-
-
-def test_sender_under_a_delay_keeps_one_more_cycle() -> None:
-    """A receive may come a call later than its send, so the sender must not wait for it in between."""
-    wire = Wire()
-    sender = Sender(Link(cast(Any, wire), 1, torch.device("cpu")))
-    for _ in range(2):
-        sender.start(plan(2, travel=1), window(1, 3), 0)
+    for _ in range(1 + travel):
+        sender.start(plan(2, travel=travel), window(1, 3), 0)
         for m, value in enumerate([row(1), row(3)]):
             sender.send(name(m), value, value)
-    assert set(wire.calls) == {"send"}
-    sender.start(plan(2, travel=1), window(1, 3), 0)
-    with pytest.raises(LostPeer):
+    assert sender.num_bytes == {Kind.RECEIVE_ACTIVATION: 8 * 4, Kind.RECEIVE_GRADIENT: 0}, "a call's, without headers"
+    assert wire.calls == ["send"] * (4 + 2 * travel), "a header for each shape"
+    sender.start(plan(2, travel=travel), window(1, 3), 0)
+    with pytest.raises(LostPeer):  # of this wire, where waiting is in vain
         sender.send(name(0), row(1), row(1))
 
 

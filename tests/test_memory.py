@@ -161,9 +161,16 @@ def test_predicted_peak_is_that_of_a_step(
 
 @pytest.mark.filterwarnings("ignore:With 4 micro-batches")
 @pytest.mark.parametrize(
-    "strategy", ["end-to-end-delay-1", "2-wise-delay-1", "2-wise-hogwild", "2-wise-hogwild-forward-least"]
+    ("network", "strategy"),
+    [
+        ("convnet", "end-to-end-delay-1"),
+        ("convnet", "2-wise-hogwild-forward-least"),
+        ("mlp", "end-to-end-delay-1"),
+        ("mlp", "2-wise-delay-1"),
+        ("mlp", "2-wise-hogwild"),
+        ("mlp", "2-wise-hogwild-forward-least"),
+    ],
 )
-@pytest.mark.parametrize("network", ["convnet", "mlp"])
 def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dict[str, Profile]) -> None:
     """Five steps hold the activations and old parameters of the mini-batches whose gradients are due; with the weights in memory
     no old parameters.
