@@ -25,6 +25,7 @@ from nets import InPlace, Tally
 from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
 from nwise.schedule.actions import Action, Kind
+from nwise.stage.hooks import add_to_grad
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
 from test_contract import assert_same, gradients
@@ -1447,3 +1448,15 @@ def test_places_without_a_module_are_passed_over() -> None:
     stage = Stage(0, block, None, functional.cross_entropy, recompute=False)
     assert stage.survey(block, None) == list(block.modules())
     assert [id(p) for p in stage.learns] == [id(p) for p in block.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("gradient_is_sparse", [False, True])
+@pytest.mark.parametrize("old_is_sparse", [False, True])
+def test_sparse_and_dense_gradients_add_up(old_is_sparse: bool, gradient_is_sparse: bool) -> None:
+    """Regression: a dense gradient beside a sparse one ended in torch's "add(sparse, dense) is not supported"."""
+    old, gradient = torch.eye(3), torch.arange(9.0).view(3, 3)
+    parameter = nn.Parameter(torch.zeros(3, 3))
+    parameter.grad = old.to_sparse() if old_is_sparse else old.clone()
+    add_to_grad(parameter, gradient.to_sparse() if gradient_is_sparse else gradient)
+    assert parameter.grad.to_dense().equal(old + gradient)

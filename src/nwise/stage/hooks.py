@@ -183,7 +183,7 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
     if old is None:
         parameter.grad = gradient
     elif old.is_sparse and not gradient.is_sparse:
-        parameter.grad = old + gradient
+        parameter.grad = gradient + old  # torch adds a sparse tensor to a dense one only
     else:
         with torch.no_grad():
             old += gradient
