@@ -8,7 +8,8 @@ which all these columns can be combined, as few as possible under one rule:
 
 Without the rule the rank of the block would always be enough. But a stage might then have to subtract the gradient of a loss
 that it does not learn from, and if that gradient is infinite or rounded, the difference is not zero. The rule also keeps a
-stage from waiting for a loss that it does not need. For N-wise the messages are ``g_k .. g_{k+n-2}``:
+stage from waiting for a loss that it does not need. For N-wise the messages are ``g_j`` with ``max(k, n-1) <= j`` and
+``j <= min(k+n-2, A-1)``. The picture has a row for each stage, which is a column of ``C``:
 
     losses     0  1  2  3                      boundary below stage 2
     stage 0    .  1  .  .   )  the block

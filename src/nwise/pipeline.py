@@ -78,7 +78,7 @@ class Pipeline(Program):
         microbatch_losses: losses of the last step in this process, by (stage, micro-batch).
         loss_shares: share of the mini-batch that each loss of the last step covers in this process, by stage.
         processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
-        recorder: None, or a function called with each action's step, action, begin and end.
+        recorder: None, or a function called with each action's step, action, begin and end (on a GPU: of its launch).
         on_action: None, or a function called with each `Action` that `step` has executed.
         warns_of_divergence: whether `step` warns, once, of a loss that is not finite.
 

@@ -1,6 +1,7 @@
 """Every change that nwise makes to the process it runs in.
 
-A library should leave its process alone; these are the exceptions, and no other module may add one (`tests/test_house.py`)::
+A library should leave its process alone; these are the exceptions, and no other module may add one for good
+(`tests/test_house.py`)::
 
     change                              when                                 why
     ----------------------------------  -----------------------------------  -------------------------------------
@@ -15,8 +16,12 @@ A library should leave its process alone; these are the exceptions, and no other
     a GPU becomes the current one       ranks join or pick their devices     torch takes the local rank, if it exists or not
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
+    more variants of compiled code      `compile_module`                     a ninth block would run uncompiled
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
+
+Two kinds of change end by themselves and stand where they are used: hooks on the steps of all optimizers (`runtime.due`,
+`program.apart`), and methods of tensors that are replaced while a body is looked at (`stage.hooks.noted`).
 
 The trainer also makes cudnn take repeatable algorithms. The command line handles SIGTERM and SIGINT while it trains, and
 replaces a closed standard output, and characters that its encoding lacks. Several processes leave their group in an exit

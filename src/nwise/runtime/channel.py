@@ -20,8 +20,8 @@ and discarded:
     receiver    posts up to 2 (old shapes)                     takes 2, discards them, posts 2 (new shapes)
     sender                                   sends 2 zeros, waits for all sends
 
-A sender waits only until the same message of the previous cycle of calls has arrived, so it keeps at most one cycle of
-messages. Under a delay it keeps one more cycle for every call that may lie between a send and its receive.
+A sender waits only until the transport has taken the same message of the previous cycle of calls, so it keeps at most one
+cycle of messages. Under a delay it keeps one more cycle for every call that may lie between a send and its receive.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Link:
     """One end of a channel."""
 
     group: ProcessGroup  # of one direction
-    peer: int  # rank of the other end
+    peer: int  # global rank of the other end
     device: torch.device
 
     @property

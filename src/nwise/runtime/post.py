@@ -44,7 +44,7 @@ class Arc(NamedTuple):
 
     action: Action  # the send or the receive, as a recorder sees it
     key: Key  # name of the message
-    peer: int  # rank at the other end
+    place: int  # pipeline place of the other end
     travel: int  # number of calls from the send to the receive
 
 
@@ -181,7 +181,7 @@ class Post(Mail):
         labels = make_labels(inputs, autocast_dtype(self._device), self._newest.labels)
 
         def zeros(arc: Arc) -> Tensors:
-            return self._receivers[arc.peer].form(arc.key, labels[arc.key.microbatch]).zeros(self._device)
+            return self._receivers[arc.place].form(arc.key, labels[arc.key.microbatch]).zeros(self._device)
 
         return Memory([[*map(zeros, segment.receives)] for segment in self._segments(schedule, step)], [])
 
@@ -242,7 +242,7 @@ class Post(Mail):
     def _take(self, arc: Arc, step: int) -> Tensors:
         """Wait for a message and return its tensors."""
         self._now(step, arc.action)
-        parts, form = self._receivers[arc.peer].take(arc.key)
+        parts, form = self._receivers[arc.place].take(arc.key)
         if (exchanged := self._exchanged.get(step - arc.action.age)) is not None:
             exchanged.note(arc.key, form)
         return with_names(self._wire.restore(parts, form.specs), form.names)
@@ -274,9 +274,9 @@ class Post(Mail):
     def _send(self, arc: Arc, message: _Message, step: int) -> None:
         """Send a message, then post the next receives: now the other rank has what it may be waiting for."""
         if message is None:
-            self._senders[arc.peer].send_nothing()
+            self._senders[arc.place].send_nothing()
         else:
-            form = self._senders[arc.peer].send(arc.key, *message)
+            form = self._senders[arc.place].send(arc.key, *message)
             self._exchanged[step - arc.action.age].note(arc.key, form)
         self._post()
 
@@ -329,7 +329,7 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
     def plan(sender: int, receiver: int) -> MessagePlan:
         """Return the messages from one rank to another, in the order in which they are sent."""
         calls = [
-            tuple((sends[t].key, tasks[t].age) for t in lists[sender] if t in sends and sends[t].peer == receiver)
+            tuple((sends[t].key, tasks[t].age) for t in lists[sender] if t in sends and sends[t].place == receiver)
             for lists in schedule.lists
         ]
         # A bound: a receiver that works on a mini-batch of age 2 may take its message two calls after the send.

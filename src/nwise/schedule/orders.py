@@ -3,6 +3,7 @@
 Micro-batches are alike, so every kind of action takes them in the order 0, 1, 2, ... A rule decides how the kinds
 alternate.
 
+    depth_first  a micro-batch's passes as soon as they can run, before the next forward
     phase        all forwards, then all passes loss by loss, nearest first, then all weight gradients
     skewed       depth first in rounds; the pass of a loss at distance d runs `stride * d` rounds after its forward
     1f1b         some forwards first, fewer on later stages, then backward and forward in turn
@@ -244,8 +245,8 @@ def interleaved(flows: BatchFlows, minibatch: int, placement: Placement) -> list
     num_ranks, size = 1 + max(placement), len(placement)
     if placement != make_placement("interleaved", size, num_ranks) or size % num_ranks or len(flows) % num_ranks:
         return None
-    # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank 0 begins with 2 (R - 1 - r) + R (stages - 1) + 1
-    # forwards:
+    # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank r begins with at most
+    # 2 (R - 1 - r) + R (stages of a rank - 1) + 1 forwards:
     #
     #     rank 0   F0(0) F0(1) F2(0) F2(1) B2(0) B2(1) W0(0) W0(1)
     #     rank 1   F1(0) F1(1) F3(0) B3(0) F3(1) B3(1) B1(0) B1(1)

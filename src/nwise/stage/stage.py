@@ -92,7 +92,7 @@ class Stage:
         self.head_learns: list[Tensor] = []
         self._guard = Guard(f"Stage {index}", always)
         self._head_guard = Guard(f"The head or loss of stage {index}", always)
-        self._kind: type = type(None)  # of the last forward's parameters
+        self._kind: type = type(None)  # of the versions of parameters in the last forward
         self._aliases = False  # whether a message back has shared memory with a cotangent that a later pass reads
         self._compared: set[object] = set()  # shapes with which the forward has been run again and compared
         self._reruns = 0  # forwards that were to run again, of which those of number 1, 2, 4, 8, ... are compared

@@ -81,7 +81,7 @@ class Strategy(ABC):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether updates are applied the moment gradients arrive (`Hogwild`)."""
+        """Whether gradients are as old as if each was applied the moment it arrives (`Hogwild`)."""
         return False
 
     @property

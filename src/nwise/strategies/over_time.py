@@ -48,7 +48,7 @@ class _Late(Strategy):
 
 @dataclass(frozen=True)
 class Hogwild(_Late):
-    """Greedy asynchronous updates (section 2, figure 1): no stage waits, and every gradient is applied when it arrives.
+    """Greedy asynchronous updates (section 2, figure 1), simulated: as if no stage waited, and gradients were applied on arrival.
 
     The training loop stays the same, `Pipeline.step` and then the optimizer's step. But `step` leaves on stage ``k`` the
     gradients of an earlier mini-batch, whose forward came `nwise.staleness` updates before. With end-to-end credit and M = 1 that
