@@ -80,7 +80,9 @@ class Written:
         self._changed = False  # whether they have changed values
         # How often each update writes to a parameter. Without an optimizer, the writes after the first gradients are the update.
         self._usual: int | None = None
-        self._updated = self._graded = False
+        self._graded = False  # whether there were gradients after the last step
+        self._updated = False  # whether an optimizer has run since
+        self._depth = 0  # of calls of an optimizer's `step` inside one another
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
@@ -89,7 +91,7 @@ class Written:
         self._graded = any(p.grad is not None for p in self._seen)
         self._updated = self._changed = False
         self._writes.clear()
-        self._depth = 0  # of calls of `step` inside one another
+        self._depth = 0
         if not self._hooks:
             # The hooks must not keep this object, with its parameters, alive.
             before, after = weakref.WeakMethod(self._before_update), weakref.WeakMethod(self._after_update)
@@ -118,6 +120,12 @@ class Written:
         # Replaced one by one, as by loading with assign=True.
         replaced = len(parameters) == len(self._seen) and any(p not in self._seen for p in parameters)
         self._count()
+        # A clamp after every `optimizer.step()`; at the second step weights are loaded, too:
+        #
+        #     steps so far       1      2      3
+        #     writes             1      2      1
+        #     usual              None   1      2  ->  1
+        #     due gradients      lost   lost   stay
         most = max(self._writes.values(), default=0)
         if self._usual is None and self._graded and not self._updated:
             self._usual = most
