@@ -7,7 +7,6 @@ The engine computes; its mail (`nwise.runtime.mail`) brings what a segment of it
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import cast
 
 import torch
 
+from nwise.checks import warn
 from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
@@ -181,11 +181,10 @@ class Engine:
         if lost:  # the others would wait for messages of the lost mini-batches
             self._processes.begin("`forget_pending`")
         if lost and because:
-            warnings.warn(
+            warn(
                 f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
                 f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
-                "`pipe.forget_pending()`.",
-                stacklevel=5,
+                "`pipe.forget_pending()`."
             )
         self._written.stop()
         self._tapes.clear()
