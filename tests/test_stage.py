@@ -642,6 +642,29 @@ def test_hooks_that_begin_later(write: Callable[[Tensor], Tensor], place: str, s
         assert_same(gradients(pipe), expected, 1e-12)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_buffer_that_a_backward_moves_rests_in_walks_that_only_look(*, sparse: bool) -> None:
+    """The copy of a sparse buffer was written back to another copy, so it moved four times instead of twice."""
+
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
+            ctx.count = count
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+            ctx.count.add_(torch.eye(2).to_sparse() if sparse else torch.eye(2))
+            return gradients[0], None
+
+    layer = Between(lambda x: cast(Tensor, Counting.apply(x, count)))
+    layer.register_buffer("count", count := torch.zeros(2, 2).to_sparse() if sparse else torch.zeros(2, 2))
+    pipe = nwise.Pipeline([layer, nn.Linear(WIDTH, 3)], [nn.Linear(WIDTH, 3)], strategy="local", num_microbatches=2)
+    x, y = batch()
+    pipe.step(x, target=y)
+    assert torch.equal(count.to_dense(), 2 * torch.eye(2))
+
+
 @pytest.mark.parametrize("kind", ["buffer", "tensor", "number"])
 def test_functions_whose_backward_keeps_a_state(kind: str) -> None:
     """Regression: the second walk of a graph, with zeros, wrote over the largest gradient that a float8 backward keeps."""

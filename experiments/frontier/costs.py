@@ -36,7 +36,7 @@ _PARTS = ("forward", "head", "input_grad", "weight_grad", "update")
 
 
 def measure(one: Arm, rounds: int) -> Profile:
-    """Measure the pieces of an arm's network for every M that the clock tries; see `nwise.planning.profile`."""
+    """Measure the pieces of an arm's network for every M that the clock tries; see `nwise.planning.profiling`."""
     recipe = one.run(0.02, seed=0)  # times and sizes depend on neither
     network = measurable(recipe, recipe.load()[0], torch.device("cpu"))
     return profile(network, clock.COUNTS, rounds=rounds)

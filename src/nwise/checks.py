@@ -11,7 +11,7 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any
 
-__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed", "outside", "warn"]
+__all__ = ["check_at_least", "check_limits", "check_optimizer", "check_range", "hint", "needed", "warn"]
 
 # Names that other projects use for the same method.
 _ALIASES = {
@@ -97,15 +97,10 @@ def needed(module: str, extra: str, what: str) -> Any:
 
 def warn(text: str) -> None:
     """Warn at the line, outside the library, that led to the caller."""
-    warnings.warn(text, stacklevel=outside())
-
-
-def outside() -> int:
-    """Return the `stacklevel` of a warning that names the line, outside the library, which led to it."""
-    frame, level = inspect.currentframe(), 0
+    frame, level = inspect.currentframe(), 1
     while frame is not None and _is_inside(str(frame.f_globals.get("__name__"))):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(text, stacklevel=level)
 
 
 def _is_inside(module: str) -> bool:

@@ -116,8 +116,11 @@ def kept(states: States) -> Iterator[None]:
 
 def states_of(tensors: Iterable[Tensor]) -> States:
     """Return the values of tensors."""
-    # By `data`, as autograd would take the write for one between a forward and its backward.
-    return [(x.data.copy_, x.detach().clone()) for x in tensors]
+    # By `data`, as autograd would take the write for one between a forward and its backward. That of a sparse tensor is a copy.
+    return [
+        (x.data.copy_ if x.layout is torch.strided else partial(setattr, x, "data"), x.detach().clone())
+        for x in tensors
+    ]
 
 
 def random_states(generators: Iterable[Any] = ()) -> States:

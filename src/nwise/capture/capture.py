@@ -20,7 +20,6 @@ attribute cannot be captured; then the pipeline says which, and runs its steps e
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from nwise._torch import has_hooks
 from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
 from nwise.capture.surroundings import Surroundings
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.held import random_states_kept
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
@@ -122,10 +121,9 @@ class Capture:
             return self._kinds.setdefault(key, StepKind())
         if not self._full:
             self._full = True
-            warnings.warn(
+            warn(
                 f"A captured pipeline should have at most {_LIMIT} kinds of steps, such as shapes of the batch. Found another; "
-                "steps of further kinds run without capture. Pad the batches. This warning appears once.",
-                stacklevel=outside(),
+                "steps of further kinds run without capture. Pad the batches. This warning appears once."
             )
         return None
 
@@ -205,10 +203,9 @@ class Capture:
         """Run all later steps eagerly, and say why."""
         self._failed = True
         self._kinds.clear()
-        warnings.warn(
+        warn(
             f"A step should be captured. Found that it cannot be: {cause}. This process runs without capture, with the same "
-            "results.",
-            stacklevel=outside(),
+            "results."
         )
 
     def __reduce__(self) -> Any:

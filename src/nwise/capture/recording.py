@@ -14,17 +14,16 @@ Random numbers come from streams: each part of a step that draws has its own gen
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from nwise._torch import TorchDispatchMode
+from nwise.held import random_states
 from nwise.randomness import Draws, Part, T
 
 __all__ = ["CudaGraphs", "NotRecordableError"]
@@ -197,15 +196,6 @@ class Recorded(Draws):
 
     def _present(self, device: torch.device) -> list[str]:
         """Return the states of all generators on the CPU, but for that which a part on the CPU draws from."""
-        states = [random.getstate(), np.random.get_state()]  # noqa: NPY002 - users' code draws from it
-        states += [torch.default_generator.get_state().tolist()] if device.type != "cpu" else []
-        return [repr(state) for state in (*states, *map(_state, self._generators))]
-
-
-def _state(generator: Any) -> Any:
-    """Return the state of a random generator that a module holds."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+        states = [state for _, state in random_states(self._generators)]
+        states += [torch.default_generator.get_state()] if device.type != "cpu" else []
+        return [repr(state.tolist() if isinstance(state, torch.Tensor) else state) for state in states]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
@@ -11,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nwise._torch import is_compiled, uncompiled
-from nwise.checks import hint
+from nwise.checks import hint, warn
 from nwise.network.chain import Chain, group_pieces, repeated_blocks
 from nwise.network.comparison import refuse_difference
 from nwise.network.families import family_for, run_model
@@ -96,10 +95,9 @@ def split(
             f"PEFT adds around it: the prompts of prompt learning, the loss of AdaLora. Found {type(model).__name__}."
         )
     if is_compiled(model):
-        warnings.warn(
+        warn(
             "`model` is compiled, and its stages are not: they never call the compiled model. Compile parts of the stages with "
-            "`nwise.compile_module`, or compile modules inside the model before you split it.",
-            stacklevel=2,
+            "`nwise.compile_module`, or compile modules inside the model before you split it."
         )
     model = uncompiled(model)
     names = even_starts(model, at, before) if isinstance(at, int) else at

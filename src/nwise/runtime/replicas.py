@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm
-from nwise.checks import outside
+from nwise.checks import warn
 from nwise.dtensor import is_dtensor
 from nwise.looks import is_due
 from nwise.randomness import derive
@@ -289,12 +288,11 @@ def warn_of_buffers(group: dist.ProcessGroup, stage: Stage) -> bool:
         if any(abs(other.get(name, (total,))[0] - total) > _TOLERANCE * size for other in everywhere)
     ]
     if found:
-        warnings.warn(
+        warn(
             f"All replicas of stage {stage.index} should have the same buffers. Found other values of {', '.join(found[:3])}"
             f"{', ...' if len(found) > 3 else ''}, which the forward of each moves by its own samples; for batch norms call "
             "`nwise.defer_batchnorm(pipe)`, let other forwards take the mean over the replicas, or register what may differ with "
-            "`persistent=False`. This warning appears once.",
-            stacklevel=outside(),
+            "`persistent=False`. This warning appears once."
         )
     return bool(found)
 

@@ -222,8 +222,8 @@ def predict(optimizer: torch.optim.Optimizer, delay: int) -> None:
 
     Between two updates each parameter holds ``w + delay * u``, with w its actual value and u the change by the last update; after
     an update without its gradient it holds w. An update begins from w. Test and save within `actual_weights`, and call `settle`
-    after the last update. If updates do not depend on weights, a delay of 1 trains as `extrapolate` does, apart from the first
-    update.
+    after the last update, and before you load other weights, which the next update would drop. If updates do not depend on
+    weights, a delay of 1 trains as `extrapolate` does, apart from the first update.
 
     Args:
         optimizer: the optimizer; its state keeps the actual value of every parameter, under ``actual``.
@@ -255,20 +255,22 @@ def predict(optimizer: torch.optim.Optimizer, delay: int) -> None:
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Put the actual weights into the place of predicted ones, until the next update; without `predict` this does nothing."""
     for p, state in optimizer.state.items():
-        if "actual" in state:
-            p.copy_(state["actual"])
+        if "actual" in state:  # which the state no longer needs: what is written from here on, as by loading, stays
+            p.copy_(state.pop("actual"))
 
 
 @contextmanager
 def actual_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the body find the actual weights in the place of predicted ones; without `predict` this does nothing."""
-    predicted = {p: p.detach().clone() for p, state in optimizer.state.items() if "actual" in state}
+    states = [(p, state, state["actual"]) for p, state in optimizer.state.items() if "actual" in state]
+    predicted = [p.detach().clone() for p, *_ in states]
     settle(optimizer)
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, values in predicted.items():
+            for (p, state, actual), values in zip(states, predicted, strict=True):
+                state["actual"] = actual
                 p.copy_(values)
 
 

@@ -40,9 +40,8 @@ def gpt(
     check_at_least(1, sequence_length=sequence_length, vocabulary_size=vocabulary_size)
     check_at_least(0, head_blocks=head_blocks)
     blocks = name_blocks(TransformerBlock(width, num_heads, dropout) for _ in range(num_stages * blocks_per_stage))
-    at_once = (
-        AT_ONCE if loss_fraction == 1 else 0
-    )  # a loss of some tokens is cheaper if it multiplies by the matrix itself
+    # A loss of some tokens is cheaper if it multiplies by the matrix itself.
+    at_once = AT_ONCE if loss_fraction == 1 else 0
     pieces: dict[str, nn.Module] = {
         "embedding": Embedding(vocabulary_size, sequence_length, width),
         **blocks,
