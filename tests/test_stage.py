@@ -657,7 +657,8 @@ def test_a_buffer_that_a_backward_moves_rests_in_walks_that_only_look(*, sparse:
             ctx.count.add_(torch.eye(2).to_sparse() if sparse else torch.eye(2))
             return gradients[0], None
 
-    layer = Between(lambda x: cast(Tensor, Counting.apply(x, count)))
+    counting: Any = Counting.apply
+    layer = Between(lambda x: counting(x, count))
     layer.register_buffer("count", count := torch.zeros(2, 2).to_sparse() if sparse else torch.zeros(2, 2))
     pipe = nwise.Pipeline([layer, nn.Linear(WIDTH, 3)], [nn.Linear(WIDTH, 3)], strategy="local", num_microbatches=2)
     x, y = batch()
