@@ -103,7 +103,7 @@ def test_a_budget_shows_the_measured_clock_beside_the_planned_one() -> None:
 
 @pytest.mark.parametrize("method", budget.METHODS)
 def test_budgets_train_with_the_recipe_of_the_frontier(method: str) -> None:
-    one, rule = budget.recipe(method, 300), arm("muon end-to-end")
+    one, rule = budget.recipe(method, 300), arm("adam end-to-end")
     like = replace(rule, num_stages=4).run(0.02, 0)
     assert (one.model, one.optimizer.beta2) == (like.model, like.optimizer.beta2)  # type: ignore[union-attr] # Adam's settings
     assert one.optimizer.extrapolate == ("delay" in method)
