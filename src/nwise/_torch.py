@@ -40,7 +40,7 @@ from torch.nn.utils import parametrize
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # the whole test suite was run with both; `pyproject.toml` has the same bounds
+OLDEST, NEWEST = (2, 11), (2, 15)  # the whole test suite was run with both, and with 2.13; `pyproject.toml` has the same bounds
 
 
 def unchecked(version: str) -> str | None:
@@ -53,8 +53,8 @@ def unchecked(version: str) -> str | None:
         return None
     oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     return (
-        f"nwise should run with torch {oldest} to {newest}, with which it was checked. Found {version}; install one of those, or "
-        "run the tests of nwise with yours."
+        f"nwise should run with torch {oldest} to {newest}, the range for which it was checked. Found {version}; install one "
+        "of those, or run the tests of nwise with yours."
     )
 
 
