@@ -40,10 +40,8 @@ from torch.nn.utils import parametrize
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
-OLDEST, NEWEST = (
-    (2, 11),
-    (2, 15),
-)  # the whole test suite was run with both, and with 2.13; `pyproject.toml` has the same bounds
+# The whole test suite was run with both, and with 2.13; `pyproject.toml` has the same bounds.
+OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def unchecked(version: str) -> str | None:
