@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nwise._torch import TorchDispatchMode
 from nwise.checks import warn
@@ -34,6 +33,7 @@ from nwise.dtensor import is_dtensor
 from nwise.held import random_states_kept
 from nwise.randomness import preserved
 from nwise.runtime.processes import Processes
+from nwise.stage.hooks import around_updates
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import sample
 
@@ -59,9 +59,7 @@ class Apart:
         self._posted: list[int] = []  # the numbers of steps whose factors this process has posted
         self._warned = False
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        update = weakref.WeakMethod(self._at_update)
-        hook = register_optimizer_step_pre_hook(lambda *arguments: _call(update, *arguments))
-        weakref.finalize(self, hook.remove)
+        around_updates(self._at_update)
         processes.before_close(self.look)
 
     def note(self) -> None:
@@ -223,11 +221,6 @@ class _Alone(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise RuntimeError("The optimizer exchanges something with other processes.")
         return func(*args, **(kwargs or {}))
-
-
-def _call(method: weakref.WeakMethod[Any], *arguments: Any) -> None:
-    if (bound := method()) is not None:
-        bound(*arguments)
 
 
 def _sample(parameters: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:

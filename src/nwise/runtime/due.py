@@ -21,17 +21,15 @@ projection belongs to the update: the loop writes as often after every `optimize
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nwise._torch import version
-from nwise.stage.hooks import add_to_grad
+from nwise.stage.hooks import add_to_grad, around_updates
 from nwise.stage.stage import Stage
 from nwise.tensors import sample
 
@@ -93,14 +91,7 @@ class Written:
         self._writes.clear()
         self._depth = 0
         if not self._hooks:
-            # The hooks must not keep this object, with its parameters, alive.
-            before, after = weakref.WeakMethod(self._before_update), weakref.WeakMethod(self._after_update)
-            self._hooks = [
-                register_optimizer_step_pre_hook(lambda *_: _call(before)),
-                register_optimizer_step_post_hook(lambda *_: _call(after)),
-            ]
-            for hook in self._hooks:
-                weakref.finalize(self, hook.remove)
+            self._hooks = around_updates(self._before_update, self._after_update)
 
     def stop(self) -> None:
         """End the watch."""
@@ -144,13 +135,13 @@ class Written:
     def _parameters(self) -> list[Tensor]:
         return [p for stage in self._stages for p in stage.learns]
 
-    def _before_update(self) -> None:
+    def _before_update(self, *_: object) -> None:
         # An optimizer may call others inside its step, and write between their steps.
         if not self._depth:
             self._count()
         self._depth += 1
 
-    def _after_update(self) -> None:
+    def _after_update(self, *_: object) -> None:
         self._updated = True
         self._depth -= 1
         self._note(self._seen)
@@ -176,8 +167,3 @@ def _state(parameter: Tensor) -> tuple[int, int, Tensor]:
 def _same(parameter: Tensor, state: tuple[int, int, Tensor]) -> bool:
     """Return whether nothing has written to a parameter."""
     return version(parameter) == state[0] and parameter.data_ptr() == state[1]
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (bound := method()) is not None:
-        bound()

@@ -10,6 +10,7 @@ user has put on a parameter expects one `backward`. So its hooks rest during the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import gradient_hooks, with_hooks
@@ -175,6 +177,32 @@ def noted(method: str, found: Callable[..., object], kind: type = Tensor) -> Ite
         yield
     finally:
         setattr(kind, method, original)
+
+
+def around_updates(before: Callable[..., None], after: Callable[..., None] | None = None) -> list[RemovableHandle]:
+    """Call methods of one object before and after every step of every optimizer; return the hooks, which go with the object.
+
+    Args:
+        before: the method that is called before a step, with the hook's arguments.
+        after: that which is called after it, likewise; default: none.
+    """
+    hooks = [register_optimizer_step_pre_hook(_weakly(before))]
+    if after is not None:
+        hooks.append(register_optimizer_step_post_hook(_weakly(after)))
+    for hook in hooks:
+        weakref.finalize(before.__self__, hook.remove)  # type: ignore[attr-defined]  # a method
+    return hooks
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method, but does not keep its object alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        if (bound := weak()) is not None:
+            bound(*arguments)
+
+    return call
 
 
 def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
