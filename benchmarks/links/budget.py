@@ -10,12 +10,14 @@ have ended; every message is due one slot after it was sent. So two cores stand 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,20 +134,20 @@ def train(method: str, budget: Budget) -> dict[str, Any] | None:
     for k in pipe.processes.here:
         pace(pipe._stages[k], price[k], device, slot * timed.costs.latency)
     curve, seconds = [], 0.0
-    for step in range(steps):
-        if step * TESTS // steps != (step - 1) * TESTS // steps:
-            device.start()
-            begin = time.perf_counter()
-        x, y = data.batch(batch_indices(len(data), BATCH, 0, step))
-        pipe.step(x, target=y)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        rate.step()
-        if (step + 1) * TESTS // steps != step * TESTS // steps:  # the clock stands still during a test
-            seconds += max(pipe.processes.gather("seconds", time.perf_counter() - begin))
-            score = evaluate(pipe, test, 2 * BATCH).heads[-1]
-            assert score is not None
-            curve.append({"step": step + 1, "seconds": round(seconds, 3), "loss": round(score.loss, 6)})
+    ends = [math.ceil(i * steps / TESTS) for i in range(TESTS + 1)]
+    for first, end in pairwise(ends):
+        device.start()
+        begin = time.perf_counter()
+        for step in range(first, end):
+            x, y = data.batch(batch_indices(len(data), BATCH, 0, step))
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            rate.step()
+        seconds += max(pipe.processes.gather("seconds", time.perf_counter() - begin))
+        score = evaluate(pipe, test, 2 * BATCH).heads[-1]  # while the clock pauses
+        assert score is not None
+        curve.append({"step": end, "seconds": round(seconds, 3), "loss": round(score.loss, 6)})
     pipe.forget_pending()
     pipe.close()
     if pipe.processes.rank != STAGES - 1:
