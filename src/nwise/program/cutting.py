@@ -119,9 +119,9 @@ class Cutter:
         cuts = 0 if parts.whole is None else len(parts.inputs)
         here = [self._stages[k] for k in self._processes.here]
         rest: Sequence[Stage] = ()
-        if cuts > 1 and (cuts, heads) not in self._seen:
+        if parts.whole is not None and cuts > 1 and (cuts, heads) not in self._seen:
             # The stages from the first one on are compared before the step, and the others by what they get in it.
-            first = None if parts.whole is None else [parts.whole, *parts.inputs]
+            first = [parts.whole, *parts.inputs]
             with self._processes.watched(None), random_states_kept():
                 weights = parts.weights(self.terms)
                 rest = check_network(here, heads, lambda k: None if k else first, parts.sizes, weights)

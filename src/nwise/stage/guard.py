@@ -217,7 +217,7 @@ class Graph:
         Raises:
             ValueError: hooks of hidden tensors add to gradients, or another walk would give other ones.
         """
-        guard, leaves = self._guard, self.leaves
+        guard = self._guard
         self._refuse_removals()
         if not self.suspect or (alone and self.share == 1):  # what a graph adds counts as it is
             checks = self.hooked and self.share != 1
@@ -227,7 +227,7 @@ class Graph:
             if checks:
                 self.refuse_hooks(roots, seeds)
             return
-        now = set(wanted)
+        now, leaves = set(wanted), self.leaves
         with resting(after_adding(leaves)):  # a sum over replicas has to wait for the correction
             states = tensors_in(*guard.owners)
             before = versions(states)

@@ -261,17 +261,18 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def actual_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the body find the actual weights in the place of predicted ones; without `predict` this does nothing."""
-    states = [(p, state, state["actual"]) for p, state in optimizer.state.items() if "actual" in state]
-    predicted = [p.detach().clone() for p, *_ in states]
+    """Run the body with the actual weights instead of predicted ones; without `predict` this does nothing."""
+    found = [
+        (p, p.detach().clone(), state, state["actual"]) for p, state in optimizer.state.items() if "actual" in state
+    ]
     settle(optimizer)
     try:
         yield
     finally:
         with torch.no_grad():
-            for (p, state, actual), values in zip(states, predicted, strict=True):
+            for p, predicted, state, actual in found:
                 state["actual"] = actual
-                p.copy_(values)
+                p.copy_(predicted)
 
 
 def _after_updates(optimizer: torch.optim.Optimizer, change: Callable[[Tensor, Tensor, dict[str, Any]], None]) -> None:

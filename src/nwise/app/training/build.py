@@ -52,6 +52,10 @@ def make_loss(data: Images | Tokens, fraction: float = 1.0) -> LossFn:
     return TokenCrossEntropy(fraction=fraction) if isinstance(data, Tokens) else nn.functional.cross_entropy
 
 
+def _loss(recipe: Recipe, data: Images | Tokens) -> LossFn:
+    return make_loss(data, getattr(recipe.model, "loss_fraction", 1.0))  # networks of images have no tokens
+
+
 def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> Pipeline:
     """Build the recipe's network as a pipeline, on the CPU; each of several processes builds only its own stages.
 
@@ -73,7 +77,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
     return Pipeline(
         [partial(build, stage) for stage in model.stages],
         [partial(build, head, f"heads.{k}") for k, head in enumerate(model.heads)],
-        make_loss(data, getattr(recipe.model, "loss_fraction", 1.0)),
+        _loss(recipe, data),
         strategy,
         recipe.microbatches,
         schedule=None if recipe.schedule == "best" else recipe.schedule,
@@ -101,7 +105,7 @@ def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> N
         heads,
         batch,
         recipe.batch_size,
-        make_loss(data, getattr(recipe.model, "loss_fraction", 1.0)),
+        _loss(recipe, data),
         lambda parameters: make_optimizer(recipe.optimizer, parameters),
         device,
         tuple(accumulate(map(len, stages[:-1]), initial=0)),
