@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from experiments.deep import experiment as deep
 from experiments.deep.gpu import cells_by_worth, tiny
 from experiments.frontier import clock
+from experiments.frontier.arms import Arm
 from experiments.frontier.experiment import LOCAL, PROMPT, TWO
 from experiments.harness.cell import Cell, Record
 from experiments.harness.runs import Runs
@@ -28,16 +30,15 @@ def record(cell: Cell, loss: float) -> Record:
     }
 
 
-def test_a_run_follows_all_trials_of_its_arm_and_has_the_best_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_follows_all_trials_of_its_arm_and_has_the_best_rate(tmp_path: Path) -> None:
     """The queue of `python -m experiments.deep.gpu`: trials first, and None while runs wait for the last of them."""
-    monkeypatch.setattr(deep, "ARMS", (deep.at(TWO, 16), deep.at(TWO, 32)))
-    plan = deep.Plan(tmp_path / "medium.jsonl", tiny)
-    store = Store(plan.path)
+    arms = (deep.at(TWO, 16), deep.at(TWO, 32))
+    grids: dict[tuple[float, ...], tuple[Arm, ...]] = {deep.GRIDS[TWO]: arms}
+    comparison = replace(deep.COMPARISON, records=tmp_path / "medium.jsonl", grids=grids, change=tiny)
+    store = Store(comparison.records)
     store.check_writable()
-    cells = cells_by_worth(plan, seeds=1)
-    trials = [next(cells) for _ in range(3 * len(deep.ARMS))]
+    cells = cells_by_worth(comparison, seeds=1)
+    trials = [next(cells) for _ in range(3 * len(arms))]
     assert next(cells) is None
     found: list[Cell] = []
     for trial in trials:
@@ -46,7 +47,7 @@ def test_a_run_follows_all_trials_of_its_arm_and_has_the_best_rate(
         store.add(record(trial, 1.0 if trial.part == "rate 0.04" else 2.0))
         run = next(cells)
         found += [run] if run is not None else []
-    assert [cell.method for cell in found] == [one.name for one in deep.ARMS]
+    assert [cell.method for cell in found] == [one.name for one in arms]
     assert {cell.recipe.optimizer.muon_lr / 10 for cell in found} == {0.04}  # type: ignore[union-attr] # Adam's settings
     assert next(cells) is None
 
@@ -63,7 +64,7 @@ def test_steps_are_captured_unless_they_have_a_delay() -> None:
 def test_periods_are_those_of_the_clock(name: str) -> None:
     """Those of other arms take seconds to find."""
     one = deep.at(name, 32)
-    assert deep.slots(one, 0.0) == pytest.approx(clock.slots(one)[0][1])
+    assert deep.COMPARISON.slots(one, 0.0) == pytest.approx(clock.slots(one)[0][1])
 
 
 def test_at_equal_time_the_slower_arm_has_done_fewer_steps() -> None:

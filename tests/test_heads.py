@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from nwise.app.training import make_pipeline
 
 def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arms without all three trials have no runs yet."""
-    monkeypatch.setattr(heads, "RECORDS", tmp_path / "medium.jsonl")
+    records = tmp_path / "medium.jsonl"
+    monkeypatch.setattr(heads, "COMPARISON", replace(heads.COMPARISON, records=records))
     trials = heads.cells("medium", 3)
     assert len(trials) == 3 * len(heads.ARMS)
     assert {(c.recipe.seed, c.recipe.max_steps, c.recipe.batch_size) for c in trials} == {(100, 300, 8)}
     for cell in (c for c in trials if c.method == "muon local"):
         loss = 1.0 if cell.part == "rate 0.04" else 2.0
         keys = {"method": cell.method, "part": cell.part, "seed": 100, "stages": 8, "config": to_json(cell.recipe)}
-        Store(heads.RECORDS).add({**keys, "tests": [{"step": 300, "loss": [loss]}]})
+        Store(records).add({**keys, "tests": [{"step": 300, "loss": [loss]}]})
     runs = heads.cells("medium", 3)[len(trials) :]
     assert [(run.method, run.recipe.seed, run.recipe.max_steps) for run in runs] == [
         ("muon local", seed, 800) for seed in range(3)
@@ -55,13 +57,13 @@ def test_arms_differ_in_what_their_names_say() -> None:
 def test_periods_are_those_of_the_clock(one: Any) -> None:
     """Those of delays take seconds to find."""
     for latency in clock.LATENCIES:
-        assert heads.slots(one, latency) == pytest.approx(clock.slots(one, latency)[0][1])
+        assert heads.COMPARISON.slots(one, latency) == pytest.approx(clock.slots(one, latency)[0][1])
 
 
 def test_cheap_heads_help_local_training_through_the_last_stage_alone() -> None:
     """Its step is that of the last stage: 3 slots, 0.04 for two actions, and a loss of 0.55, or 0.14 of a quarter."""
-    assert heads.slots(heads._FULL[LOCAL], 0.0) == pytest.approx(3.59)
-    assert heads.slots(heads._QUARTER[LOCAL], 0.0) == pytest.approx(3.18)
+    assert heads.COMPARISON.slots(heads._FULL[LOCAL], 0.0) == pytest.approx(3.59)
+    assert heads.COMPARISON.slots(heads._QUARTER[LOCAL], 0.0) == pytest.approx(3.18)
 
 
 def test_at_equal_time_cheap_losses_have_done_more_steps() -> None:

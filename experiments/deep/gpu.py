@@ -22,7 +22,9 @@ import torch
 import tyro
 
 from benchmarks.gpu.run import shared_gpu
-from experiments.deep.experiment import Deep, Plan
+from experiments.deep.experiment import COMPARISON, Deep, cells
+from experiments.frontier.arms import Arm
+from experiments.frontier.comparison import Comparison
 from experiments.harness.cell import Cell
 from experiments.harness.experiment import Job
 from experiments.harness.pool import run_cells
@@ -37,7 +39,7 @@ class TimeIsUp(Exception):
     """The time is over; the cells that still run are lost."""
 
 
-def tiny(recipe: Recipe) -> Recipe:
+def tiny(one: Arm, recipe: Recipe) -> Recipe:
     """Return a recipe of a few small steps on a CPU, which cannot capture them."""
     assert isinstance(recipe.model, Gpt)
     assert isinstance(recipe.data, EmbeddedText)
@@ -55,13 +57,13 @@ def tiny(recipe: Recipe) -> Recipe:
     )
 
 
-def cells_by_worth(plan: Plan, seeds: int, skip: tuple[str, ...] = ()) -> Iterator[Cell | None]:
+def cells_by_worth(comparison: Comparison, seeds: int, skip: tuple[str, ...] = ()) -> Iterator[Cell | None]:
     """Yield the most valuable cell that has no record and has not been yielded; None while there is none."""
-    store, size, taken = Store(plan.path), -1, set[Cell]()
+    store, size, taken = Store(comparison.records), -1, set[Cell]()
     left: list[Cell] = []
     while True:
-        if size != (size := plan.path.stat().st_size):  # a record more: there may be another rate
-            pairs = store.records_for(plan.cells("medium", seeds))
+        if size != (size := comparison.records.stat().st_size):  # a record more: there may be another rate
+            pairs = store.records_for(cells(comparison, "medium", seeds))
             left = [cell for cell, record in pairs if record is None and cell not in taken]
             left = [cell for cell in left if not any(text in cell.name for text in skip)]
         taken.update(left[:1])
@@ -96,8 +98,10 @@ def main(
         sys.exit(
             "nwise: `folder` should not be that of the records in a rehearsal. Found it; give another, --folder /tmp/x."
         )
-    plan = Plan(folder / "deep" / "medium.jsonl", tiny) if rehearse else Plan(folder / "deep" / "medium.jsonl")
-    store, start_time = Store(plan.path), time.monotonic()
+    comparison = replace(COMPARISON, records=folder / "deep" / "medium.jsonl")
+    if rehearse:
+        comparison = replace(comparison, change=tiny)
+    store, start_time = Store(comparison.records), time.monotonic()
     store.check_writable()
 
     def stop(number: int, frame: object) -> NoReturn:
@@ -111,8 +115,8 @@ def main(
             os.environ.update(variables)
             print(f"multi-process service: {'on' if variables else 'none, so processes take turns'}", flush=True)
         try:
-            cells = cells_by_worth(plan, seeds, skip)
-            with closing(run_cells(cells, workers, lambda name, done, total: None)) as records:
+            queue = cells_by_worth(comparison, seeds, skip)
+            with closing(run_cells(queue, workers, lambda name, done, total: None)) as records:
                 for cell, record in records:
                     store.add(record)
                     done = f"{time.monotonic() - start_time:5.0f} s  {cell.name}: {loss(record):.3f} nats"
@@ -121,7 +125,7 @@ def main(
             print("The time is over; the same command continues.")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    experiment = Deep(plan)
+    experiment = Deep(comparison)
     job = Job(folder=folder, size="medium", seeds=seeds)
     print("{} of {} cells have a record.".format(*experiment.progress(job)))
     if rehearse:

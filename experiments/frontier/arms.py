@@ -20,7 +20,7 @@ STEPS = 2500
 _TRIAL_STEPS = 500
 _WARMUP = 100
 EVERY = 125  # steps between two tests
-_BATCH, _LENGTH = 16, 128  # sequences in a mini-batch, tokens in a sequence
+BATCH, _LENGTH = 16, 128  # sequences in a mini-batch, tokens in a sequence
 _TEXT_BYTES = 4_700_000
 _ADAM_PEAK = 0.003  # of embeddings, outputs and norms, where Muon trains the rest
 
@@ -140,10 +140,10 @@ class Arm:
             strategy=self._strategy(steps),
             heads="all" if self.all_heads else "live",
             microbatches=self.microbatches or 1,
-            batch_size=_BATCH,
+            batch_size=BATCH,
             epochs=2,
             max_steps=steps,
-            eval_every=EVERY * _BATCH * _LENGTH / (0.95 * (1 - withheld) * _TEXT_BYTES),
+            eval_every=EVERY * BATCH * _LENGTH / (0.95 * (1 - withheld) * _TEXT_BYTES),
             on_nan="ignore",
             seed=seed,
         )

@@ -1,0 +1,167 @@
+"""Arms that are tried with a few rates, then run and compared: after equal steps, and after equal time by the frontier's clock.
+
+python -m experiments.frontier.comparison deep    # writes deep/periods.jsonl: slots of a step, by arm and latency
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+
+from rich.progress import track
+
+from experiments.frontier import clock
+from experiments.frontier.arms import BATCH, EVERY, Arm
+from experiments.harness import markdown
+from experiments.harness.cell import Cell
+from experiments.harness.claims import Claim, Seeds, differences, greater
+from experiments.harness.runs import Runs, loss, loss_at, shown
+from experiments.harness.search import Search
+from experiments.harness.store import Store
+from nwise.app.recipes import Recipe
+from nwise.app.records import json_line, write_text
+
+_MOMENTS = ["equal steps", *(f"equal time, latency {late:g}" for late in clock.LATENCIES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The arms of a comparison, and the lengths of their trials and runs.
+
+    Args:
+        name: of the experiment, and of its recipes.
+        records: file of the trials, which give the rates, and of the runs.
+        periods: file of the slots of a step.
+        grids: arms by the rates of their trials.
+        trial_steps: steps of a trial, tested at its end.
+        steps: steps of a run.
+        every: steps between two tests of a run.
+        batch_size: sequences in a mini-batch.
+        change: function from an arm and a recipe to the recipe that runs; default: the same.
+        label: function from an arm to its name in tables; default: its own label.
+    """
+
+    name: str
+    records: Path
+    periods: Path
+    grids: Mapping[tuple[float, ...], Sequence[Arm]]
+    trial_steps: int
+    steps: int
+    every: int
+    batch_size: int = BATCH
+    change: Callable[[Arm, Recipe], Recipe] = lambda one, recipe: recipe
+    label: Callable[[Arm], str] = lambda one: one.label
+
+    @property
+    def arms(self) -> list[Arm]:
+        """All arms, grid by grid."""
+        return [one for arms in self.grids.values() for one in arms]
+
+    @property
+    def searches(self) -> list[Search]:
+        """The searches for the rates, one for each grid."""
+        return [
+            Search(title="Muon", grid=grid, trials={one.name: partial(self._trial, one) for one in arms})
+            for grid, arms in self.grids.items()
+        ]
+
+    def rates(self) -> dict[str, float]:
+        """Return the best rate of every arm that has been tried with all of them."""
+        pairs = Store(self.records).records_for(self.trials())
+        runs = Runs([record for _, record in pairs if record is not None])
+        return {name: rate for search in self.searches for name, rate in search.best(runs).items()}
+
+    def trials(self, arms: Sequence[Arm] | None = None) -> list[Cell]:
+        """Return the trials of some arms, in their order; default: of all."""
+        every = [cell for search in self.searches for cell in search.cells]
+        return every if arms is None else [cell for one in arms for cell in every if cell.method == one.name]
+
+    def runs(self, arms: Sequence[Arm], seeds: int) -> list[Cell]:
+        """Return the runs of the arms that have a rate, seed by seed."""
+        rates = self.rates()
+        return [
+            Cell(method=one.name, recipe=self._fit(one, one.run(rates[one.name], seed), self.steps, every=self.every))
+            for seed in range(seeds)
+            for one in arms
+            if one.name in rates
+        ]
+
+    def _trial(self, one: Arm, rate: float) -> Recipe:
+        return self._fit(one, one.trial(rate), self.trial_steps, every=self.trial_steps)
+
+    def _fit(self, one: Arm, recipe: Recipe, steps: int, *, every: int) -> Recipe:
+        between = recipe.eval_every * (every * self.batch_size / (EVERY * BATCH))
+        fitted = replace(recipe, name=self.name, batch_size=self.batch_size, max_steps=steps, eval_every=between)
+        return self.change(one, fitted)
+
+    @cached_property
+    def _slots(self) -> dict[tuple[str, float], float]:
+        return {(row["arm"], row["latency"]): row["slots"] for row in Store(self.periods).read()}
+
+    def slots(self, one: Arm, latency: float) -> float:
+        """Return the slots of a step of the fastest schedule that nwise finds, as `write_periods` wrote them."""
+        return self._slots[one.name, latency]
+
+    def write_periods(self) -> None:
+        """Search for the fastest schedules; write slots of a step and M, by arm and latency."""
+        rows = []
+        for one in track(self.arms, f"periods of {self.name}"):
+            for latency in clock.LATENCIES:
+                [(_, slots, m)] = clock.slots(one, latency)
+                rows.append({"arm": one.name, "latency": latency, "slots": round(slots, 6), "microbatches": m})
+        write_text(self.periods, "".join(map(json_line, rows)))
+
+    def after(self, runs: Runs, one: Arm, latency: float, other: Arm) -> Seeds:
+        """Return an arm's losses, by seed, after the time in which another one does all its steps."""
+        share = min(1.0, self.slots(other, latency) / self.slots(one, latency))
+        return runs.scores(loss_at(share * self.steps), one.name)
+
+    def at_equal_time(self, runs: Runs, first: Arm, second: Arm, latency: float) -> tuple[Seeds, Seeds]:
+        """Return the losses of two arms, by seed, when the faster has done its steps."""
+        faster = min(first, second, key=lambda one: self.slots(one, latency))
+        return self.after(runs, first, latency, faster), self.after(runs, second, latency, faster)
+
+    def worse(self, runs: Runs, text: str, source: str, first: Arm, second: Arm, latency: float) -> Claim:
+        """Return the claim that the loss of the first arm is higher at equal time."""
+        return greater(text, source, *self.at_equal_time(runs, first, second, latency), unit="nats")
+
+    def losses(self, runs: Runs, arms: Iterable[Arm], clocked: Arm) -> str:
+        """Return a table of losses, at equal steps and when the arm `clocked` has done its steps, and of slots a step."""
+        rows = []
+        for one in arms:
+            ends = [
+                runs.scores(loss, one.name),
+                *(self.after(runs, one, late, clocked) for late in clock.LATENCIES),
+            ]
+            texts = [shown(list(end.values()), 3) for end in ends]
+            rows.append([self.label(one), *texts, *(f"{self.slots(one, late):.2f}" for late in clock.LATENCIES)])
+        slots = [f"slots a step, latency {late:g}" for late in clock.LATENCIES]
+        return markdown.table(["arm", *_MOMENTS, *slots], rows)
+
+    def differences(self, runs: Runs, pairs: Iterable[tuple[Arm, Arm]]) -> str:
+        """Return a table of differences of losses, at equal steps and when the faster has done its steps."""
+        rows = [
+            (
+                f"{self.label(first)} less {self.label(second)}",
+                [
+                    (runs.scores(loss, first.name), runs.scores(loss, second.name)),
+                    *(self.at_equal_time(runs, first, second, late) for late in clock.LATENCIES),
+                ],
+            )
+            for first, second in pairs
+        ]
+        return differences(["", *_MOMENTS], rows)
+
+    def table_of_rates(self) -> str:
+        """Return the losses of the trials."""
+        runs = Runs([record for _, record in Store(self.records).records_for(self.trials()) if record is not None])
+        return "\n\n".join(["## Rates", *(search.table(runs) for search in self.searches)])
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        import_module(f"experiments.{name}.experiment").COMPARISON.write_periods()
