@@ -24,9 +24,9 @@ COMPARISON = Comparison(
     name="depth",
     records=Path(__file__).with_name("medium.jsonl"),
     periods=Path(__file__).with_name("periods.jsonl"),
-    grids={(0.01, 0.02, 0.04): ARMS},
+    grids={(0.01, 0.02): ARMS[: len(NAMES)], (0.01, 0.02, 0.04): ARMS[len(NAMES) :]},
     trial_steps=200,
-    steps=500,
+    steps=600,
     every=50,
     batch_size=8,
     label=frontier_name,
@@ -78,7 +78,7 @@ EXPERIMENT = TriedFirst(
     "16 and 32 stages, three seeds",
     Parts(cells=cells, claims=claims, tables=tables, seeds={"medium": _SEEDS}),
     [
-        Result("", "ours: does depth help within 500 steps?", "depth, gate"),
+        Result("", "ours: does depth help within 600 steps?", "depth, gate"),
         Result("", "ours: 16 and 32 accelerators, three seeds, equal time", "depth, time"),
     ],
 )
