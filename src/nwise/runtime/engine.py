@@ -1,4 +1,4 @@
-"""The engine: runs the calls of one rank, and keeps the mini-batches that wait for their delay.
+"""The engine: runs the calls of one rank.
 
 One process is one rank with all stages. A rank waits only for messages: it begins its next call as soon as its own list is done.
 The engine computes; its mail (`nwise.runtime.mail`) brings what a segment of its list needs from other ranks.
@@ -14,18 +14,14 @@ from typing import cast
 
 import torch
 
-from nwise.checks import warn
 from nwise.microbatch import Batch
-from nwise.modes import autocast_dtype
 from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
-from nwise.runtime.due import DueGradients, Gradients, Written, copied
 from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
-from nwise.runtime.structure import restored_on_error
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage.stage import Stage, learning
+from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
 from nwise.tensors import Tensors, each
 
@@ -50,6 +46,8 @@ class Engine:
         recorder: None, or a function called with the start and end of every action.
         sent: bytes that the last step sent as activations and as gradients.
         mail: the messages from and to other ranks.
+        tapes: those of the mini-batches with passes to come, by number, stage and micro-batch.
+        next: number of the call that follows the last one.
     """
 
     def __init__(
@@ -64,13 +62,8 @@ class Engine:
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._wire = Wire(compression)
         self.mail = processes.mail(self._stages, self._wire, device)
-        # Of the mini-batches with passes to come, by number, stage and micro-batch.
-        self._tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
-        self._schedule: Schedule | None = None
-        self._due, self._written = DueGradients(), Written(stages)
-        self._next = 0
-        self._autocast: torch.dtype | None = None  # of the last step, under a delay
-        processes.before_close(self.close)
+        self.tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
+        self.next = 0
 
     @property
     def bytes_of_last_step(self) -> dict[str, list[int]]:
@@ -89,15 +82,11 @@ class Engine:
         Raises:
             RankError: this or another rank failed.
         """
-        self._follow(schedule, step)
         if schedule.oldest:
             # The last passes come in a later call, when the caller may have reused the memory of the batch.
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         with self._call(schedule, step, self._add(schedule, step, batch)):
             self._compute(schedule, step, batch.draws, _teller(self._processes, step, self.recorder, on_action))
-        self._due.leave(step)
-        if self._tapes or self._due:
-            self._written.watch()
         self._processes.progress.steps += 1
 
     def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
@@ -107,92 +96,30 @@ class Engine:
             with torch.enable_grad():
                 self._compute(schedule, step, batch.draws, None, memory)
         finally:
-            del self._tapes[step]
+            del self.tapes[step]
             self.mail.drop(step)
 
     def replay(
         self, schedule: Schedule, step: int, inputs: Sequence[Tensors], memory: Memory, launch: Callable[[int], None]
     ) -> None:
         """Run a recorded call, whose segments `launch` computes by index; only the shapes of the model's `inputs` count."""
-        self._follow(schedule, step)
-        self._tapes[step] = {}  # all passes are recorded
+        self.tapes[step] = {}  # all passes are recorded
         with self._call(schedule, step, self.mail.add(schedule, step, inputs)):
             for i, _ in enumerate(self.mail.replayed(schedule, step, memory)):
                 launch(i)
         self._processes.progress.steps += 1
 
-    def drain(self) -> bool:
-        """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
+    def run_without_batch(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
+        """Run a call that has only passes of earlier mini-batches, of which `recorder` is told."""
+        call = self.next
+        with self._call(schedule, call, ""):
+            self._compute(schedule, call, Draws(), _teller(self._processes, call, recorder, None))
 
-        A call that raises restores every ``.grad``.
-        """
-        if not self._tapes and not self._due:
-            return False
-        self._look_for_writes()
-        call = self._next
-        self._processes.begin("`drain`")
-        with restored_on_error((), learning(self._stages.values())):
-            if self._tapes:
-                self._call_without_batch(self.recorder)
-            self._due.leave(call)
-        self._next = call + 1
-        return True
-
-    def complete(self) -> list[Gradients]:
-        """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
-        if not self._tapes:
-            return self._due.by_call()
-        call, learns, sent = self._next, learning(self._stages.values()), self.sent
-        before = [p.grad for p in learns]
-        self._processes.begin("`pending_gradients`")
-        try:
-            while self._tapes:
-                for p in learns:
-                    p.grad = None
-                number = self._next
-                self._call_without_batch()  # its passes belong to no step, so they are not recorded
-                self._due.put(number, learns)
-        finally:
-            for p, gradient in zip(learns, before, strict=True):
-                p.grad = gradient
-        # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
-        self.mail.first = self._next = call
-        self.sent = sent
-        self.mail.forget()
-        return self._due.by_call()
-
-    def restore(self, schedule: Schedule, step: int, calls: Sequence[Gradients]) -> bool:
-        """Let calls from `step` on leave the gradients that `complete` returned; return False if the delay is too short."""
-        if len(calls) > schedule.oldest:
-            return False
-        self._schedule = schedule
-        self.mail.first = self._next = step
-        self._due.clear()
-        self._due.update(enumerate(copied(calls), step))
-        return True
-
-    def forget(self, because: str = "") -> int:
-        """Drop the mini-batches that wait for their delay, and the errors of compressed messages; return how many there were.
-
-        Args:
-            because: cause, for a warning if there are any; default: no warning.
-        """
-        lost = len(self._tapes) + len(self._due)
-        if lost:  # the others would wait for messages of the lost mini-batches
-            self._processes.begin("`forget_pending`")
-        if lost and because:
-            warn(
-                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
-                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
-                "`pipe.forget_pending()`."
-            )
-        self._written.stop()
-        self._tapes.clear()
-        self._due.clear()
-        self._schedule = None
+    def forget(self) -> None:
+        """Drop all mini-batches, and the errors of compressed messages."""
+        self.tapes.clear()
         self._wire.errors.clear()
         self.mail.forget()
-        return lost
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run only the forwards of all stages.
@@ -214,7 +141,7 @@ class Engine:
     def _add(self, schedule: Schedule, step: int, batch: Batch) -> object:
         """Add a mini-batch; return what it looks like to the other ranks (`Mail.add`)."""
         minibatch = step % len(schedule.flows)
-        tapes = self._tapes[step] = {k: stage.tapes(schedule, minibatch, batch) for k, stage in self._stages.items()}
+        tapes = self.tapes[step] = {k: stage.tapes(schedule, minibatch, batch) for k, stage in self._stages.items()}
         if 0 in tapes:
             for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
                 tape.inputs = inputs
@@ -222,7 +149,7 @@ class Engine:
 
     def _compute(self, schedule: Schedule, step: int, draws: Draws, tell: Tell, memory: Memory | None = None) -> None:
         """Run the computations of a call, with its messages or from memory to memory."""
-        call = schedule, step, self._tapes
+        call = schedule, step, self.tapes
         segments = self.mail.segments(*call, tell) if memory is None else self.mail.recorded(*call, memory)
         # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
         wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
@@ -236,7 +163,7 @@ class Engine:
                 begin = time.perf_counter()
                 if observed:
                     self._processes.doing = Doing(step, action, begin)
-                tapes = self._tapes.get(step - age)
+                tapes = self.tapes.get(step - age)
                 if tapes is None:
                     continue
                 # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
@@ -252,47 +179,20 @@ class Engine:
                 if tell is not None:
                     tell(action, begin)
 
-    def _look_for_writes(self) -> None:
-        """Drop mini-batches that wait for their delay if something but an optimizer has written to the weights."""
-        if because := self._written.found(several=self._processes.size > 1):
-            self.forget(because)
-
-    def _call_without_batch(self, recorder: Recorder | None = None) -> None:
-        """Run a call that has only passes of earlier mini-batches; `recorder` is told of them."""
-        schedule = self._schedule
-        assert schedule is not None, "mini-batches wait for their passes"
-        # The shapes of messages, and forwards that run again, depend on the modes of the last step.
-        dtype = self._autocast
-        with torch.inference_mode(False), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            call = self._next
-            with self._call(schedule, call, ""):
-                self._compute(schedule, call, Draws(), _teller(self._processes, call, recorder, None))
-
-    def _follow(self, schedule: Schedule, step: int) -> None:
-        """Prepare a call; if it does not follow the one before, drop what waits for its delay."""
-        if step != self._next or (self._schedule is not None and schedule != self._schedule):
-            self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
-        self._look_for_writes()
-        if self._schedule is None:
-            self._schedule, self.mail.first = schedule, step
-        if schedule.oldest:
-            self._autocast = autocast_dtype(self.device)
-
     @contextmanager
     def _call(self, schedule: Schedule, step: int, batch: object) -> Iterator[None]:
         """Let the body run the list of one call; if it raises, drop all mini-batches. `batch` is what the new one looks like."""
-        self._next, errors = step + 1, dict(self._wire.errors)
+        self.next, errors = step + 1, dict(self._wire.errors)
         try:
             with self._processes.watched(f"step {step}", batch), torch.enable_grad():
                 self.mail.start(schedule, step)
                 yield
         except BaseException:
-            self._tapes.clear()
-            self._due.clear()
-            self._next, self._wire.errors = step, errors
+            self.tapes.clear()
+            self.next, self._wire.errors = step, errors
             raise
-        for number in [n for n in self._tapes if n <= step - schedule.oldest]:
-            del self._tapes[number]
+        for number in [n for n in self.tapes if n <= step - schedule.oldest]:
+            del self.tapes[number]
             self.mail.drop(number)
         self.sent = self.mail.sent
 

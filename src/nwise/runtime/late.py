@@ -1,0 +1,158 @@
+"""Late gradients: the mini-batches of one rank that wait for their delay, from call to call.
+
+The engine runs one call. Under a delay a call leaves passes of its mini-batch to later ones; here is what connects them::
+
+    step      forwards, and the passes that are due     a step that does not follow the one before drops what waits
+    drain     passes only, with their gradients         after the last step
+    complete  all passes, gradients kept for later      for a checkpoint; `restore` brings them back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from nwise.checks import warn
+from nwise.modes import autocast_dtype
+from nwise.runtime.due import DueGradients, Gradients, Written, copied
+from nwise.runtime.engine import Engine, Recorder
+from nwise.runtime.processes import Processes
+from nwise.runtime.structure import restored_on_error
+from nwise.schedule.schedule import Schedule
+from nwise.stage.stage import Stage, learning
+
+__all__ = ["Late"]
+
+
+class Late:
+    """What waits for its delay on one rank.
+
+    Args:
+        engine: the engine of the rank, also an attribute.
+        processes: the processes.
+        stages: this rank's stages.
+    """
+
+    def __init__(self, engine: Engine, processes: Processes, stages: Sequence[Stage]) -> None:
+        self.engine, self._processes, self._stages = engine, processes, stages
+        self._schedule: Schedule | None = None
+        self._due, self._written = DueGradients(), Written(stages)
+        self._autocast: torch.dtype | None = None  # of the last step
+        processes.before_close(self._close)
+
+    @contextmanager
+    def around(self, schedule: Schedule, step: int) -> Iterator[None]:
+        """Let the body run a step; before it drop what it does not follow, and after it leave the gradients that are due."""
+        engine = self.engine
+        if step != engine.next or (self._schedule is not None and schedule != self._schedule):
+            self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
+        self._look_for_writes()
+        if self._schedule is None:
+            self._schedule, engine.mail.first = schedule, step
+        if schedule.oldest:
+            self._autocast = autocast_dtype(engine.device)
+        try:
+            yield
+        except BaseException:
+            self._due.clear()
+            raise
+        self._due.leave(step)
+        if engine.tapes or self._due:
+            self._written.watch()
+
+    def drain(self) -> bool:
+        """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
+
+        A call that raises restores every ``.grad``.
+        """
+        engine = self.engine
+        if not engine.tapes and not self._due:
+            return False
+        self._look_for_writes()
+        call = engine.next
+        self._processes.begin("`drain`")
+        with restored_on_error((), learning(self._stages)):
+            if engine.tapes:
+                self._call(engine.recorder)
+            self._due.leave(call)
+        engine.next = call + 1
+        return True
+
+    def complete(self) -> list[Gradients]:
+        """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
+        engine = self.engine
+        if not engine.tapes:
+            return self._due.by_call()
+        call, learns, sent = engine.next, learning(self._stages), engine.sent
+        before = [p.grad for p in learns]
+        self._processes.begin("`pending_gradients`")
+        try:
+            while engine.tapes:
+                for p in learns:
+                    p.grad = None
+                number = engine.next
+                self._call()  # its passes belong to no step, so they are not recorded
+                self._due.put(number, learns)
+        finally:
+            for p, gradient in zip(learns, before, strict=True):
+                p.grad = gradient
+        # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
+        engine.mail.first = engine.next = call
+        engine.sent = sent
+        engine.mail.forget()
+        return self._due.by_call()
+
+    def restore(self, schedule: Schedule, step: int, calls: Sequence[Gradients]) -> bool:
+        """Let calls from `step` on leave the gradients that `complete` returned; return False if the delay is too short."""
+        if len(calls) > schedule.oldest:
+            return False
+        self._schedule = schedule
+        self.engine.mail.first = self.engine.next = step
+        self._due.clear()
+        self._due.update(enumerate(copied(calls), step))
+        return True
+
+    def forget(self, because: str = "") -> int:
+        """Drop all that waits, and the errors of compressed messages; return the number of mini-batches.
+
+        Args:
+            because: cause, for a warning if there are any; default: no warning.
+        """
+        lost = len(self.engine.tapes) + len(self._due)
+        if lost:  # the others would wait for messages of the lost mini-batches
+            self._processes.begin("`forget_pending`")
+        if lost and because:
+            warn(
+                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
+                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
+                "`pipe.forget_pending()`."
+            )
+        self._written.stop()
+        self._due.clear()
+        self._schedule = None
+        self.engine.forget()
+        return lost
+
+    def _call(self, recorder: Recorder | None = None) -> None:
+        """Run a call that has only passes of earlier mini-batches."""
+        assert self._schedule is not None, "mini-batches wait for their passes"
+        # The shapes of messages, and forwards that run again, depend on the modes of the last step.
+        dtype = self._autocast
+        with torch.inference_mode(False), torch.autocast(self.engine.device.type, dtype, enabled=dtype is not None):
+            try:
+                self.engine.run_without_batch(self._schedule, recorder)
+            except BaseException:
+                self._due.clear()
+                raise
+
+    def _look_for_writes(self) -> None:
+        """Drop what waits if something but an optimizer has written to the weights."""
+        if because := self._written.found(several=self._processes.size > 1):
+            self.forget(because)
+
+    def _close(self) -> None:
+        with self._processes.watched(None):
+            self.forget()
+            self.engine.close()
