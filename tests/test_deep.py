@@ -10,6 +10,7 @@ import pytest
 
 from experiments.deep import experiment as deep
 from experiments.deep.gpu import cells_by_worth, tiny
+from experiments.depth import experiment as depth
 from experiments.frontier import clock
 from experiments.frontier.arms import Arm
 from experiments.frontier.experiment import LOCAL, PROMPT, TWO
@@ -81,3 +82,14 @@ def test_at_equal_time_the_slower_arm_has_done_fewer_steps() -> None:
     assert len(claims) == 8
     sources = tuple(result.source for result in deep.EXPERIMENT.results)
     assert all(claim.source.startswith(sources) for claim in claims.values())
+
+
+def test_depth_tries_two_rates_with_32_blocks_and_three_with_fewer(tmp_path: Path) -> None:
+    comparison = replace(depth.COMPARISON, records=tmp_path / "medium.jsonl")
+    trials = comparison.trials()
+    assert {"32 blocks" in cell.method for cell in trials[: 2 * 4]} == {True}
+    assert {"32 blocks" in cell.method for cell in trials[2 * 4 :]} == {False}
+    assert len(trials) == 2 * 4 + 3 * 5
+    found = {(cell.recipe.max_steps, cell.recipe.batch_size, cell.recipe.capture) for cell in trials}
+    assert found == {(200, 8, False)}
+    assert len(depth.claims(Runs([]))) == 12, "Holm's correction counts all of them"

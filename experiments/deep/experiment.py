@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from experiments.frontier.arms import Arm, arm
@@ -84,26 +85,33 @@ def cells(comparison: Comparison, size: Size, seeds: int) -> list[Cell]:
     return [*comparison.trials([*early, *late]), *runs, *comparison.trials(last), *comparison.runs(last, seeds)]
 
 
+def gates(comparison: Comparison, runs: Runs) -> list[Claim]:
+    """Return the claims that exact training is better with more blocks."""
+    ends = {depth: runs.scores(loss, at(PROMPT, depth).name) for depth in (_GATE.blocks, *DEPTHS)}
+    source = f"{comparison.name}, gate"
+    return [
+        greater(f"equal steps: {few} blocks are worse than {many}", source, ends[few], ends[many], unit="nats")
+        for few, many in pairwise(ends)
+    ]
+
+
+def worse(comparison: Comparison, runs: Runs, depth: int, latency: float, first: str, second: str) -> Claim:
+    """Return the claim that the loss of the first arm is higher at equal time."""
+    text = f"{depth} stages, equal time, latency {latency:g}: {first} is worse than {second}"
+    return comparison.worse(runs, text, f"{comparison.name}, time", at(first, depth), at(second, depth), latency)
+
+
 def claims(runs: Runs) -> list[Claim]:
     """Test all claims, written down before the first trial; losses in nats a byte, and the smaller is the better."""
-
-    def gate(shallow: int, deep: int) -> Claim:
-        ends = [runs.scores(loss, at(PROMPT, depth).name) for depth in (shallow, deep)]
-        return greater(f"equal steps: {shallow} blocks are worse than {deep}", "deep, gate", *ends, unit="nats")
-
-    def worse(depth: int, latency: float, first: str, second: str) -> Claim:
-        text = f"{depth} stages, equal time, latency {latency:g}: {first} is worse than {second}"
-        return COMPARISON.worse(runs, text, "deep, time", at(first, depth), at(second, depth), latency)
-
+    compared = partial(worse, COMPARISON, runs)
     return [
-        gate(8, 16),
-        gate(16, 32),
-        worse(32, 0.0, PROMPT, TWO),
-        worse(32, 0.0, PROMPT, ROTATING),
-        worse(32, 1.0, PROMPT, ROTATING),
-        worse(16, 0.0, PROMPT, ROTATING),
-        worse(16, 0.0, BETTER_LATE, ROTATING),
-        worse(16, 1.0, BETTER_LATE, ROTATING),
+        *gates(COMPARISON, runs),
+        compared(32, 0.0, PROMPT, TWO),
+        compared(32, 0.0, PROMPT, ROTATING),
+        compared(32, 1.0, PROMPT, ROTATING),
+        compared(16, 0.0, PROMPT, ROTATING),
+        compared(16, 0.0, BETTER_LATE, ROTATING),
+        compared(16, 1.0, BETTER_LATE, ROTATING),
     ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from experiments.deep.experiment import DEPTHS, ROTATING_THREE, at, frontier_name
+from experiments.deep.experiment import DEPTHS, ROTATING_THREE, at, frontier_name, gates, worse
 from experiments.frontier.comparison import Comparison
 from experiments.frontier.experiment import BETTER_LATE, PROMPT, TWO
 from experiments.harness.cell import Cell
-from experiments.harness.claims import Claim, greater
+from experiments.harness.claims import Claim
 from experiments.harness.experiment import Result, Size
 from experiments.harness.runs import Runs, loss
 from experiments.harness.trained import Parts, TriedFirst
@@ -40,21 +41,11 @@ def cells(size: Size, seeds: int) -> list[Cell]:
 
 def claims(runs: Runs) -> list[Claim]:
     """Test all claims, written down before the first trial; losses in nats a byte, and the smaller is the better."""
-
-    def gate(shallow: int, deep: int) -> Claim:
-        ends = [runs.scores(loss, at(PROMPT, depth).name) for depth in (shallow, deep)]
-        return greater(f"equal steps: {shallow} blocks are worse than {deep}", "depth, gate", *ends, unit="nats")
-
-    def worse(depth: int, latency: float, first: str, second: str) -> Claim:
-        text = f"{depth} stages, equal time, latency {latency:g}: {first} is worse than {second}"
-        return COMPARISON.worse(runs, text, "depth, time", at(first, depth), at(second, depth), latency)
-
+    compared = partial(worse, COMPARISON, runs)
     return [
-        gate(8, 16),
-        gate(16, 32),
-        *(worse(depth, 0.0, PROMPT, name) for depth in DEPTHS for name in _SHORT),
-        *(worse(depth, 0.0, BETTER_LATE, name) for depth in DEPTHS for name in _SHORT),
-        *(worse(depth, 1.0, BETTER_LATE, TWO) for depth in DEPTHS),
+        *gates(COMPARISON, runs),
+        *(compared(depth, 0.0, rival, name) for rival in (PROMPT, BETTER_LATE) for depth in DEPTHS for name in _SHORT),
+        *(compared(depth, 1.0, BETTER_LATE, TWO) for depth in DEPTHS),
     ]
 
 
