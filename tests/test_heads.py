@@ -11,6 +11,7 @@ import torch
 
 from experiments.frontier import clock
 from experiments.frontier.experiment import LOCAL, TWO
+from experiments.harness.experiment import Job
 from experiments.harness.runs import Runs
 from experiments.harness.store import Store
 from experiments.heads import experiment as heads
@@ -18,18 +19,18 @@ from nwise.app.recipes import Adam, to_json
 from nwise.app.training import make_pipeline
 
 
-def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path) -> None:
     """Arms without all three trials have no runs yet."""
     records = tmp_path / "medium.jsonl"
-    monkeypatch.setattr(heads, "COMPARISON", replace(heads.COMPARISON, records=records))
-    trials = heads.cells("medium", 3)
+    comparison = replace(heads.COMPARISON, records=records)
+    trials = heads.cells(comparison, 3)
     assert len(trials) == 3 * len(heads.ARMS)
     assert {(c.recipe.seed, c.recipe.max_steps, c.recipe.batch_size) for c in trials} == {(100, 300, 8)}
     for cell in (c for c in trials if c.method == "muon local"):
         loss = 1.0 if cell.part == "rate 0.04" else 2.0
         keys = {"method": cell.method, "part": cell.part, "seed": 100, "stages": 8, "config": to_json(cell.recipe)}
         Store(records).add({**keys, "tests": [{"step": 300, "loss": [loss]}]})
-    runs = heads.cells("medium", 3)[len(trials) :]
+    runs = heads.cells(comparison, 3)[len(trials) :]
     assert [(run.method, run.recipe.seed, run.recipe.max_steps) for run in runs] == [
         ("muon local", seed, 800) for seed in range(3)
     ]
@@ -38,13 +39,19 @@ def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path, monk
     assert optimizer.muon_lr == pytest.approx(0.04 * 100**0.5)
 
 
+def test_the_runs_of_a_folder_have_the_rates_of_its_own_trials(tmp_path: Path) -> None:
+    """They had those of the repository, so elsewhere trials ran in vain, or no runs followed them."""
+    cells = heads.EXPERIMENT.cells(Job(folder=tmp_path, size="medium"))
+    assert {cell.recipe.max_steps for cell in cells} == {300}, "trials alone, though the repository has records"
+
+
 def test_arms_differ_in_what_their_names_say() -> None:
     recipes = {one.label: one.run(0.02, 0) for one in heads.ARMS}
     quarter, late = recipes["2-wise-mean, losses of 25%"], recipes["end-to-end-delay-4, predicted"].optimizer
     assert quarter.strategy == "2-wise-mean"
     assert isinstance(late, Adam)
     assert (late.predict, late.extrapolate) == (4, False)
-    data, _ = heads.cells("medium", 0)[0].recipe.load()
+    data, _ = heads.cells(heads.COMPARISON, 0)[0].recipe.load()
     pipe = make_pipeline(quarter, data, quarter.phases(1)[0][1])
     assert {loss.fraction for loss in pipe.loss_fns} == {0.25}  # type: ignore[attr-defined] # TokenCrossEntropy
     assert isinstance(pipe(next(iter(data.batch(torch.arange(1), None)))), tuple), "the last stage saves, too"

@@ -9,13 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from experiments.frontier.arms import Arm, arm
-from experiments.frontier.comparison import Comparison
+from experiments.frontier.comparison import Compared, Comparison
 from experiments.frontier.experiment import BETTER_LATE, LOCAL, PROMPT, ROTATING, THREE, TWO
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, greater
-from experiments.harness.experiment import Result, Size
+from experiments.harness.experiment import Result
 from experiments.harness.runs import Runs, loss
-from experiments.harness.trained import Parts, TriedFirst
 from nwise.app.recipes import Recipe
 
 STEPS = 1500
@@ -73,7 +72,7 @@ COMPARISON = Comparison(
 )
 
 
-def cells(comparison: Comparison, size: Size, seeds: int) -> list[Cell]:
+def cells(comparison: Comparison, seeds: int) -> list[Cell]:
     """Return the trials, and the runs of the arms that have a rate, in order of worth."""
 
     def there(*arms: Arm) -> Sequence[Arm]:
@@ -115,39 +114,35 @@ def claims(runs: Runs) -> list[Claim]:
     ]
 
 
-def tables(comparison: Comparison, runs: Runs) -> str:
+def tables(runs: Runs) -> str:
     """Return losses at equal steps and at equal time, slots of a step, differences from exact training, and the trials."""
     parts = []
     for depth in DEPTHS:
         arms, exact = [at(name, depth) for name in GRIDS], at(PROMPT, depth)
-        parts += [f"## {depth} stages", comparison.losses(runs, arms, at(LOCAL, depth))]
-        parts += [comparison.differences(runs, [(one, exact) for one in arms if one != exact])]
+        parts += [f"## {depth} stages", COMPARISON.losses(runs, arms, at(LOCAL, depth))]
+        parts += [COMPARISON.differences(runs, [(one, exact) for one in arms if one != exact])]
     shallow = runs.shown(loss, _GATE.name, digits=3)
     notes = (
         f"Test loss in nats a byte; exact training of 8 blocks: {shallow} at equal steps. Equal time is that of local training "
         "in the tables of losses, and that of the faster of the two in the differences, which have 95 % intervals."
     )
-    return "\n\n".join([*parts, notes, comparison.table_of_rates()])
+    return "\n\n".join([*parts, notes, COMPARISON.table_of_rates(runs)])
 
 
-class Deep(TriedFirst):
-    """The experiment of a comparison, which a rehearsal changes."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        super().__init__(
-            "deep",
-            "The frontier with many stages",
-            Parts(
-                cells=partial(cells, comparison),
-                claims=claims,
-                tables=partial(tables, comparison),
-                seeds={"medium": _SEEDS},
-            ),
-            [
-                Result("", "ours: does depth help up to 32 blocks?", "deep, gate"),
-                Result("", "ours: credit and delay on 16 and 32 accelerators, equal time", "deep, time"),
-            ],
-        )
+def experiment(comparison: Comparison) -> Compared:
+    """Return the experiment of a comparison, which a rehearsal changes."""
+    return Compared(
+        comparison,
+        "The frontier with many stages",
+        cells,
+        claims,
+        tables,
+        _SEEDS,
+        [
+            Result("", "ours: does depth help up to 32 blocks?", "deep, gate"),
+            Result("", "ours: credit and delay on 16 and 32 accelerators, equal time", "deep, time"),
+        ],
+    )
 
 
-EXPERIMENT = Deep(COMPARISON)
+EXPERIMENT = experiment(COMPARISON)

@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from benchmarks.gpu.run import shared_gpu
-from experiments.deep.experiment import COMPARISON, Deep, cells
+from experiments.deep.experiment import COMPARISON, cells, experiment
 from experiments.frontier.arms import Arm
 from experiments.frontier.comparison import Comparison
 from experiments.harness.cell import Cell
@@ -63,7 +63,7 @@ def cells_by_worth(comparison: Comparison, seeds: int, skip: tuple[str, ...] = (
     left: list[Cell] = []
     while True:
         if size != (size := comparison.records.stat().st_size):  # a record more: there may be another rate
-            pairs = store.records_for(cells(comparison, "medium", seeds))
+            pairs = store.records_for(cells(comparison, seeds))
             left = [cell for cell, record in pairs if record is None and cell not in taken]
             left = [cell for cell in left if not any(text in cell.name for text in skip)]
         taken.update(left[:1])
@@ -125,11 +125,11 @@ def main(
             print("The time is over; the same command continues.")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    experiment = Deep(comparison)
+    deep = experiment(comparison)
     job = Job(folder=folder, size="medium", seeds=seeds)
-    print("{} of {} cells have a record.".format(*experiment.progress(job)))
+    print("{} of {} cells have a record.".format(*deep.progress(job)))
     if rehearse:
-        experiment.write(job)
+        deep.write(job)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from experiments.deep.experiment import DEPTHS, ROTATING_THREE, at, frontier_name, gates, worse
-from experiments.frontier.comparison import Comparison
+from experiments.frontier.comparison import Compared, Comparison
 from experiments.frontier.experiment import BETTER_LATE, PROMPT, TWO
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim
-from experiments.harness.experiment import Result, Size
+from experiments.harness.experiment import Result
 from experiments.harness.runs import Runs, loss
-from experiments.harness.trained import Parts, TriedFirst
 
 _SEEDS = 3
 _SHORT = (ROTATING_THREE, TWO)  # short credit
@@ -34,9 +33,9 @@ COMPARISON = Comparison(
 )
 
 
-def cells(size: Size, seeds: int) -> list[Cell]:
+def cells(comparison: Comparison, seeds: int) -> list[Cell]:
     """Return the trials, and the runs of the arms that have a rate."""
-    return [*COMPARISON.trials(), *COMPARISON.runs(ARMS, seeds)]
+    return [*comparison.trials(), *comparison.runs(ARMS, seeds)]
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -61,13 +60,16 @@ def tables(runs: Runs) -> str:
         f"Test loss in nats a byte; exact training of 8 blocks: {shallow} at equal steps. Equal time is that of rotating blocks "
         "in the tables of losses, and that of the faster of the two in the differences, which have 95 % intervals."
     )
-    return "\n\n".join([*parts, notes, COMPARISON.table_of_rates()])
+    return "\n\n".join([*parts, notes, COMPARISON.table_of_rates(runs)])
 
 
-EXPERIMENT = TriedFirst(
-    "depth",
+EXPERIMENT = Compared(
+    COMPARISON,
     "16 and 32 stages, three seeds",
-    Parts(cells=cells, claims=claims, tables=tables, seeds={"medium": _SEEDS}),
+    cells,
+    claims,
+    tables,
+    _SEEDS,
     [
         Result("", "ours: does depth help within 600 steps?", "depth, gate"),
         Result("", "ours: 16 and 32 accelerators, three seeds, equal time", "depth, time"),

@@ -19,9 +19,11 @@ from experiments.frontier.arms import BATCH, EVERY, Arm
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, differences, greater
+from experiments.harness.experiment import Job, Result, Size
 from experiments.harness.runs import Runs, loss, loss_at, shown
 from experiments.harness.search import Search
 from experiments.harness.store import Store
+from experiments.harness.trained import Parts, Trained
 from nwise.app.recipes import Recipe
 from nwise.app.records import json_line, write_text
 
@@ -34,7 +36,7 @@ class Comparison:
 
     Args:
         name: of the experiment, and of its recipes.
-        records: file of the trials, which give the rates, and of the runs.
+        records: file of the trials, which give the rates of the runs.
         periods: file of the slots of a step.
         grids: arms by the rates of their trials.
         trial_steps: steps of a trial, tested at its end.
@@ -156,10 +158,51 @@ class Comparison:
         ]
         return differences(["", *_MOMENTS], rows)
 
-    def table_of_rates(self) -> str:
+    def table_of_rates(self, runs: Runs) -> str:
         """Return the losses of the trials."""
-        runs = Runs([record for _, record in Store(self.records).records_for(self.trials()) if record is not None])
         return "\n\n".join(["## Rates", *(search.table(runs) for search in self.searches)])
+
+
+Cells = Callable[[Comparison, int], list[Cell]]  # from the number of seeds
+
+
+class Compared(Trained):
+    """The experiment of a comparison: in every folder the trials run first, and give the rates of its runs.
+
+    Args:
+        comparison: the comparison.
+        title: of the experiment.
+        cells: function that returns the trials, and the runs of the arms that have a rate, in order of worth.
+        claims, tables: as `Parts` takes them.
+        seeds: number of seeds.
+        results: as `Experiment` takes them.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        title: str,
+        cells: Cells,
+        claims: Callable[[Runs], list[Claim]],
+        tables: Callable[[Runs], str],
+        seeds: int,
+        results: Sequence[Result],
+    ) -> None:
+        def default(size: Size, seeds: int) -> list[Cell]:
+            return cells(comparison, seeds)
+
+        parts = Parts(cells=default, claims=claims, tables=tables, seeds={"medium": seeds})
+        super().__init__(comparison.name, title, parts, results)
+        self._comparison, self._cells = comparison, cells
+
+    def every(self, job: Job, seeds: int) -> list[Cell]:
+        return self._cells(replace(self._comparison, records=self.store(job).path), seeds)
+
+    def reproduce(self, job: Job) -> None:
+        """Run the trials, then the runs."""
+        before = None
+        while before != (before := self.progress(job)):
+            super().reproduce(job)
 
 
 if __name__ == "__main__":

@@ -51,22 +51,22 @@ class Trained(Experiment):
     def check(self, job: Job) -> None:
         """Raise `NothingMatches` if the experiment lacks the size, or learning rates for it."""
         super().check(job)
-        if not self.parts.cells(job.size, 1):
+        if not self.every(job, 1):
             raise NothingMatches(
                 f"{self.name} should have a learning rate for each method of {job.size} size in {RECORDS}. Found none; run "
                 f"`python -m experiments rates --size {job.size}` in the repository."
             )
 
+    def every(self, job: Job, seeds: int) -> list[Cell]:
+        """Return all cells of the size of a job, for so many seeds."""
+        return self.parts.cells(job.size, seeds)
+
     def cells(self, job: Job) -> list[Cell]:
         """Return all cells of a job, a seed after the other."""
         seeds = job.seeds or self.parts.seeds[job.size]
-        cells = [
-            cell
-            for cell in self.parts.cells(job.size, seeds)
-            if not job.only or any(text in cell.name for text in job.only)
-        ]
+        cells = [cell for cell in self.every(job, seeds) if not job.only or any(text in cell.name for text in job.only)]
         if job.only and not cells:
-            names = ", ".join(dict.fromkeys(cell.method for cell in self.parts.cells(job.size, 1)))
+            names = ", ".join(dict.fromkeys(cell.method for cell in self.every(job, 1)))
             raise NothingMatches(
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
             )
@@ -119,7 +119,7 @@ class Trained(Experiment):
         store = self.store(job)
         seeds = (record.get("seed", 0) for record in store.read())
         last = max((seed for seed in seeds if seed < TRIAL_SEED), default=0)
-        cells = self.parts.cells(job.size, max(self.parts.seeds[job.size], last + 1))
+        cells = self.every(job, max(self.parts.seeds[job.size], last + 1))
         records = [record for _, record in store.records_for(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
         return [
@@ -161,16 +161,6 @@ class Trained(Experiment):
             sections += [_describe_runs(runs.records), self.parts.tables(runs)]
         if sections:
             self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self._claims(groups))]))
-
-
-class TriedFirst(Trained):
-    """An experiment whose first cells are trials, which give the rates of its runs."""
-
-    def reproduce(self, job: Job) -> None:
-        """Run the trials, then the runs."""
-        before = None
-        while before != (before := self.progress(job)):
-            super().reproduce(job)
 
 
 def on_a_gpu(recipe: Recipe) -> Recipe:

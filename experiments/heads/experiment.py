@@ -7,13 +7,12 @@ from pathlib import Path
 
 from experiments.frontier import clock
 from experiments.frontier.arms import Arm
-from experiments.frontier.comparison import Comparison
+from experiments.frontier.comparison import Compared, Comparison
 from experiments.frontier.experiment import LOCAL, SMALL, TWO
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, greater, no_greater
-from experiments.harness.experiment import Result, Size
+from experiments.harness.experiment import Result
 from experiments.harness.runs import Runs, loss
-from experiments.harness.trained import Parts, TriedFirst
 
 STEPS = 800
 _SEEDS = 3
@@ -45,9 +44,9 @@ COMPARISON = Comparison(
 )
 
 
-def cells(size: Size, seeds: int) -> list[Cell]:
+def cells(comparison: Comparison, seeds: int) -> list[Cell]:
     """Return the trials, and the runs of the arms that have a rate."""
-    return [*COMPARISON.trials(), *COMPARISON.runs(ARMS, seeds)]
+    return [*comparison.trials(), *comparison.runs(ARMS, seeds)]
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -93,15 +92,18 @@ def tables(runs: Runs) -> str:
             COMPARISON.differences(runs, pairs),
             "Test loss in nats a byte. Equal time is that in which local training with all tokens does its steps in the first "
             "table, and that of the faster of the two in the differences, which have 95 % intervals.",
-            COMPARISON.table_of_rates(),
+            COMPARISON.table_of_rates(runs),
         ]
     )
 
 
-EXPERIMENT = TriedFirst(
-    "heads",
+EXPERIMENT = Compared(
+    COMPARISON,
     "Cheap heads and predicted weights",
-    Parts(cells=cells, claims=claims, tables=tables, seeds={"medium": _SEEDS}),
+    cells,
+    claims,
+    tables,
+    _SEEDS,
     [
         Result("", "ours: losses of a quarter of the tokens, heads of rank 16, equal steps", "heads, steps"),
         Result("", "ours: losses of a quarter of the tokens, heads of rank 16, equal time", "heads, time"),
