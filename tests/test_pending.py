@@ -419,3 +419,33 @@ def test_first_stage_may_have_any_method() -> None:
 
     pipe = nwise.Pipeline([First(), nn.Linear(4, 2)], None, lambda y, t: y.square().mean(), "end-to-end")
     pipe.step(torch.randn(3, 4), torch.ones(3, 4))
+
+
+def test_failed_drain_drops_gradients_that_a_save_has_put_aside() -> None:
+    """With ages that differ, passes of a mini-batch come before gradients of earlier ones."""
+    pipe = net("hogwild-forward", cut=(1, 1, 1))
+    train(pipe, sgd(pipe), range(4))
+    assert len(pipe.pending_gradients()) > 1
+
+    def stop(step: int, *rest: object) -> None:
+        if step == 6:
+            raise KeyboardInterrupt
+
+    pipe.recorder = stop
+    train(pipe, sgd(pipe), range(4, 5))
+    assert pipe.drain()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.drain()
+    assert not pipe.drain()
+
+
+def test_drain_after_a_write_leaves_nothing() -> None:
+    """The gradients were made for other weights."""
+    pipe = net("end-to-end-delay-1")
+    train(pipe, sgd(pipe), range(2))
+    with torch.no_grad():
+        for p in pipe.parameters():
+            p.mul_(0.5)
+    with pytest.warns(UserWarning, match=DROPPED):
+        pipe.drain()
+    assert {p.grad for p in pipe.parameters()} == {None}

@@ -110,7 +110,9 @@ def changing(
         pipe.step(x, target=y)
         finish()
         if i in (2, 7, 8):
+            sent = pipe.bytes_per_step
             pipe.pending_gradients()
+            assert pipe.bytes_per_step == sent, "its messages belong to no step"
         if i in (4, 9):
             while pipe.drain():
                 finish()
