@@ -152,12 +152,12 @@ def test_stage_inputs_without_needed_gradient_are_not_tracked(strategy: str, exp
 def test_step_frees_activations_even_after_an_error() -> None:
     pipe = pipeline("3-wise", 4)
     pipe.step(torch.randn(BATCH, WIDTH))
-    assert pipe._late is not None
-    assert not pipe._late.engine.tapes
+    assert pipe._pending is not None
+    assert not pipe._pending.engine.tapes
     with pytest.raises(RuntimeError, match="shape"):
         pipe.step(torch.randn(BATCH, WIDTH + 1))
-    assert pipe._late is not None
-    assert not pipe._late.engine.tapes
+    assert pipe._pending is not None
+    assert not pipe._pending.engine.tapes
 
 
 def test_running_statistics_move_once_per_micro_batch() -> None:

@@ -12,7 +12,6 @@ from experiments.deep import experiment as deep
 from experiments.deep.gpu import cells_by_worth, tiny
 from experiments.depth import experiment as depth
 from experiments.frontier import clock
-from experiments.frontier.arms import Arm
 from experiments.frontier.experiment import LOCAL, PROMPT, TWO
 from experiments.harness.cell import Cell, Record
 from experiments.harness.runs import Runs
@@ -34,8 +33,7 @@ def record(cell: Cell, loss: float) -> Record:
 def test_a_run_follows_all_trials_of_its_arm_and_has_the_best_rate(tmp_path: Path) -> None:
     """The queue of `python -m experiments.deep.gpu`: trials first, and None while runs wait for the last of them."""
     arms = (deep.at(TWO, 16), deep.at(TWO, 32))
-    grids: dict[tuple[float, ...], tuple[Arm, ...]] = {deep.GRIDS[TWO]: arms}
-    comparison = replace(deep.COMPARISON, records=tmp_path / "medium.jsonl", grids=grids, change=tiny)
+    comparison = replace(deep.COMPARISON, records=tmp_path / "medium.jsonl", arms=arms, change=tiny)
     store = Store(comparison.records)
     store.check_writable()
     cells = cells_by_worth(comparison, seeds=1)
@@ -86,7 +84,7 @@ def test_at_equal_time_the_slower_arm_has_done_fewer_steps() -> None:
 
 def test_depth_tries_two_rates_with_32_blocks_and_three_with_fewer(tmp_path: Path) -> None:
     comparison = replace(depth.COMPARISON, records=tmp_path / "medium.jsonl")
-    trials = comparison.trials()
+    trials = comparison.cells(3)
     assert {"32 blocks" in cell.method for cell in trials[: 2 * 4]} == {True}
     assert {"32 blocks" in cell.method for cell in trials[2 * 4 :]} == {False}
     assert len(trials) == 2 * 4 + 3 * 5

@@ -23,14 +23,14 @@ def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path) -> N
     """Arms without all three trials have no runs yet."""
     records = tmp_path / "medium.jsonl"
     comparison = replace(heads.COMPARISON, records=records)
-    trials = heads.cells(comparison, 3)
+    trials = comparison.cells(3)
     assert len(trials) == 3 * len(heads.ARMS)
     assert {(c.recipe.seed, c.recipe.max_steps, c.recipe.batch_size) for c in trials} == {(100, 300, 8)}
     for cell in (c for c in trials if c.method == "muon local"):
         loss = 1.0 if cell.part == "rate 0.04" else 2.0
         keys = {"method": cell.method, "part": cell.part, "seed": 100, "stages": 8, "config": to_json(cell.recipe)}
         Store(records).add({**keys, "tests": [{"step": 300, "loss": [loss]}]})
-    runs = heads.cells(comparison, 3)[len(trials) :]
+    runs = comparison.cells(3)[len(trials) :]
     assert [(run.method, run.recipe.seed, run.recipe.max_steps) for run in runs] == [
         ("muon local", seed, 800) for seed in range(3)
     ]
@@ -41,8 +41,14 @@ def test_cells_are_trials_and_then_runs_with_the_best_rates(tmp_path: Path) -> N
 
 def test_the_runs_of_a_folder_have_the_rates_of_its_own_trials(tmp_path: Path) -> None:
     """They had those of the repository, so elsewhere trials ran in vain, or no runs followed them."""
-    cells = heads.EXPERIMENT.cells(Job(folder=tmp_path, size="medium"))
-    assert {cell.recipe.max_steps for cell in cells} == {300}, "trials alone, though the repository has records"
+    job = Job(folder=tmp_path, size="medium")
+    trials = heads.EXPERIMENT.cells(job)
+    assert {cell.recipe.max_steps for cell in trials} == {300}, "trials alone, though the repository has records"
+    for cell in trials[:3]:
+        keys = {"method": cell.method, "part": cell.part, "seed": 100, "stages": 8, "config": to_json(cell.recipe)}
+        heads.EXPERIMENT.store(job).add({**keys, "tests": [{"step": 300, "loss": [1.0]}]})
+    cells = heads.EXPERIMENT.cells(job)
+    assert [cell.recipe.max_steps for cell in cells] == [300] * len(trials) + [800] * 3, "all trials come first"
 
 
 def test_arms_differ_in_what_their_names_say() -> None:
@@ -51,7 +57,7 @@ def test_arms_differ_in_what_their_names_say() -> None:
     assert quarter.strategy == "2-wise-mean"
     assert isinstance(late, Adam)
     assert (late.predict, late.extrapolate) == (4, False)
-    data, _ = heads.cells(heads.COMPARISON, 0)[0].recipe.load()
+    data, _ = heads.COMPARISON.cells(0)[0].recipe.load()
     pipe = make_pipeline(quarter, data, quarter.phases(1)[0][1])
     assert {loss.fraction for loss in pipe.loss_fns} == {0.25}  # type: ignore[attr-defined] # TokenCrossEntropy
     assert isinstance(pipe(next(iter(data.batch(torch.arange(1), None)))), tuple), "the last stage saves, too"

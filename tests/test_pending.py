@@ -421,6 +421,23 @@ def test_first_stage_may_have_any_method() -> None:
     pipe.step(torch.randn(3, 4), torch.ones(3, 4))
 
 
+def test_step_that_fails_before_its_first_action_drops_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either half alone would be added to the gradients of another step."""
+    pipe = net("end-to-end-delay-2")
+    train(pipe, sgd(pipe), range(3))
+    assert pipe.pending_gradients()
+    train(pipe, sgd(pipe), range(3, 4))
+
+    def fail(x: Tensor) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "clone", fail)
+        with pytest.raises(MemoryError):
+            train(pipe, sgd(pipe), range(4, 5))
+    assert pipe.forget_pending() == 0
+
+
 def test_failed_drain_drops_gradients_that_a_save_has_put_aside() -> None:
     """With ages that differ, passes of a mini-batch come before gradients of earlier ones."""
     pipe = net("hogwild-forward", cut=(1, 1, 1))

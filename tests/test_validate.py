@@ -217,5 +217,5 @@ def test_every_order_computes_the_same_gradients(name: str, m: int, order: str) 
     if order != "best":  # which may split or fuse
         fuses = order not in ("split skewed", "split phase", "nearest", "zb-h1", "zero-bubble", "zb-v")
         assert any(a.kind is Kind.BOTH for a in ran) == (fuses and name != "local")
-    assert pipe._late is not None
-    assert not pipe._late.engine.tapes
+    assert pipe._pending is not None
+    assert not pipe._pending.engine.tapes

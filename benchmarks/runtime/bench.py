@@ -160,7 +160,8 @@ def measure(world: Processes, case: Case) -> Measured:
             moments.append(time.perf_counter())
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
-    engine.close()
+    engine.forget()
+    engine.mail.close()
     every = world.gather("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.gather("ceiling", _ceiling(timed, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]

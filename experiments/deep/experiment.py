@@ -19,7 +19,6 @@ from nwise.app.recipes import Recipe
 
 STEPS = 1500
 EVERY = 50  # steps between two tests; over slow links exact training of 32 stages does 76 steps in the time of local training
-_SEEDS = 3
 DEPTHS = (16, 32)
 
 # Rates, a factor of 2 apart, around the frontier's best for the arm.
@@ -61,9 +60,8 @@ COMPARISON = Comparison(
     name="deep",
     records=Path(__file__).with_name("medium.jsonl"),
     periods=Path(__file__).with_name("periods.jsonl"),
-    grids={
-        grid: [one for one in (*_FIRST, _LATE, _LAST) if GRIDS[frontier_name(one)] == grid] for grid in (_LOW, _HIGH)
-    },
+    arms=(*_FIRST, _LATE, _LAST),
+    grid=lambda one: GRIDS[frontier_name(one)],
     trial_steps=400,
     steps=STEPS,
     every=EVERY,
@@ -134,14 +132,13 @@ def experiment(comparison: Comparison) -> Compared:
     return Compared(
         comparison,
         "The frontier with many stages",
-        cells,
         claims,
         tables,
-        _SEEDS,
         [
             Result("", "ours: does depth help up to 32 blocks?", "deep, gate"),
             Result("", "ours: credit and delay on 16 and 32 accelerators, equal time", "deep, time"),
         ],
+        cells=cells,
     )
 
 

@@ -39,7 +39,7 @@ class TimeIsUp(Exception):
     """The time is over; the cells that still run are lost."""
 
 
-def tiny(one: Arm, recipe: Recipe) -> Recipe:
+def tiny(_: Arm, recipe: Recipe) -> Recipe:
     """Return a recipe of a few small steps on a CPU, which cannot capture them."""
     assert isinstance(recipe.model, Gpt)
     assert isinstance(recipe.data, EmbeddedText)

@@ -8,34 +8,26 @@ from pathlib import Path
 from experiments.deep.experiment import DEPTHS, ROTATING_THREE, at, frontier_name, gates, worse
 from experiments.frontier.comparison import Compared, Comparison
 from experiments.frontier.experiment import BETTER_LATE, PROMPT, TWO
-from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Result
 from experiments.harness.runs import Runs, loss
 
-_SEEDS = 3
 _SHORT = (ROTATING_THREE, TWO)  # short credit
 NAMES = (PROMPT, BETTER_LATE, *_SHORT)
 _GATE = at(PROMPT, 8)
-# In order of worth, and the longest runs first.
-ARMS = (*(at(name, depth) for depth in reversed(DEPTHS) for name in NAMES), _GATE)
 
 COMPARISON = Comparison(
     name="depth",
     records=Path(__file__).with_name("medium.jsonl"),
     periods=Path(__file__).with_name("periods.jsonl"),
-    grids={(0.01, 0.02): ARMS[: len(NAMES)], (0.01, 0.02, 0.04): ARMS[len(NAMES) :]},
+    arms=(*(at(name, depth) for depth in reversed(DEPTHS) for name in NAMES), _GATE),  # the longest runs first
+    grid=lambda one: (0.01, 0.02) if one.blocks == 32 else (0.01, 0.02, 0.04),
     trial_steps=200,
     steps=600,
     every=50,
     batch_size=8,
     label=frontier_name,
 )
-
-
-def cells(comparison: Comparison, seeds: int) -> list[Cell]:
-    """Return the trials, and the runs of the arms that have a rate."""
-    return [*comparison.trials(), *comparison.runs(ARMS, seeds)]
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -52,9 +44,9 @@ def tables(runs: Runs) -> str:
     """Return losses at equal steps and at equal time, slots of a step, differences, and the trials."""
     parts = []
     for depth in DEPTHS:
-        exact, late, *short = (at(name, depth) for name in NAMES)
-        parts += [f"## {depth} stages", COMPARISON.losses(runs, [exact, late, *short], at(ROTATING_THREE, depth))]
-        parts += [COMPARISON.differences(runs, [(one, other) for other in (exact, late) for one in short])]
+        exact, delayed, *short = (at(name, depth) for name in NAMES)
+        parts += [f"## {depth} stages", COMPARISON.losses(runs, [exact, delayed, *short], at(ROTATING_THREE, depth))]
+        parts += [COMPARISON.differences(runs, [(one, other) for other in (exact, delayed) for one in short])]
     shallow = runs.shown(loss, _GATE.name, digits=3)
     notes = (
         f"Test loss in nats a byte; exact training of 8 blocks: {shallow} at equal steps. Equal time is that of rotating blocks "
@@ -66,10 +58,8 @@ def tables(runs: Runs) -> str:
 EXPERIMENT = Compared(
     COMPARISON,
     "16 and 32 stages, three seeds",
-    cells,
     claims,
     tables,
-    _SEEDS,
     [
         Result("", "ours: does depth help within 600 steps?", "depth, gate"),
         Result("", "ours: 16 and 32 accelerators, three seeds, equal time", "depth, time"),

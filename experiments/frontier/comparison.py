@@ -6,7 +6,7 @@ python -m experiments.frontier.comparison deep    # writes deep/periods.jsonl: s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -38,7 +38,8 @@ class Comparison:
         name: of the experiment, and of its recipes.
         records: file of the trials, which give the rates of the runs.
         periods: file of the slots of a step.
-        grids: arms by the rates of their trials.
+        arms: the arms, in order of worth.
+        grid: function from an arm to the rates of its trials.
         trial_steps: steps of a trial, tested at its end.
         steps: steps of a run.
         every: steps between two tests of a run.
@@ -50,7 +51,8 @@ class Comparison:
     name: str
     records: Path
     periods: Path
-    grids: Mapping[tuple[float, ...], Sequence[Arm]]
+    arms: Sequence[Arm]
+    grid: Callable[[Arm], tuple[float, ...]]
     trial_steps: int
     steps: int
     every: int
@@ -58,29 +60,29 @@ class Comparison:
     change: Callable[[Arm, Recipe], Recipe] = lambda one, recipe: recipe
     label: Callable[[Arm], str] = lambda one: one.label
 
-    @property
-    def arms(self) -> list[Arm]:
-        """All arms, grid by grid."""
-        return [one for arms in self.grids.values() for one in arms]
-
-    @property
+    @cached_property
     def searches(self) -> list[Search]:
         """The searches for the rates, one for each grid."""
+        grids = {grid: [one for one in self.arms if self.grid(one) == grid] for grid in map(self.grid, self.arms)}
         return [
             Search(title="Muon", grid=grid, trials={one.name: partial(self._trial, one) for one in arms})
-            for grid, arms in self.grids.items()
+            for grid, arms in grids.items()
         ]
+
+    def cells(self, seeds: int) -> list[Cell]:
+        """Return the trials, and the runs of the arms that have a rate, in order of worth."""
+        return [*self.trials(self.arms), *self.runs(self.arms, seeds)]
 
     def rates(self) -> dict[str, float]:
         """Return the best rate of every arm that has been tried with all of them."""
-        pairs = Store(self.records).records_for(self.trials())
+        pairs = Store(self.records).records_for(self.trials(self.arms))
         runs = Runs([record for _, record in pairs if record is not None])
         return {name: rate for search in self.searches for name, rate in search.best(runs).items()}
 
-    def trials(self, arms: Sequence[Arm] | None = None) -> list[Cell]:
-        """Return the trials of some arms, in their order; default: of all."""
+    def trials(self, arms: Sequence[Arm]) -> list[Cell]:
+        """Return the trials of some arms, in their order."""
         every = [cell for search in self.searches for cell in search.cells]
-        return every if arms is None else [cell for one in arms for cell in every if cell.method == one.name]
+        return [cell for one in arms for cell in every if cell.method == one.name]
 
     def runs(self, arms: Sequence[Arm], seeds: int) -> list[Cell]:
         """Return the runs of the arms that have a rate, seed by seed."""
@@ -163,39 +165,37 @@ class Comparison:
         return "\n\n".join(["## Rates", *(search.table(runs) for search in self.searches)])
 
 
-Cells = Callable[[Comparison, int], list[Cell]]  # from the number of seeds
-
-
 class Compared(Trained):
     """The experiment of a comparison: in every folder the trials run first, and give the rates of its runs.
 
     Args:
         comparison: the comparison.
         title: of the experiment.
-        cells: function that returns the trials, and the runs of the arms that have a rate, in order of worth.
         claims, tables: as `Parts` takes them.
-        seeds: number of seeds.
         results: as `Experiment` takes them.
+        seeds: number of seeds.
+        cells: function from a comparison and the number of seeds to its cells; default: its own.
     """
 
     def __init__(
         self,
         comparison: Comparison,
         title: str,
-        cells: Cells,
         claims: Callable[[Runs], list[Claim]],
         tables: Callable[[Runs], str],
-        seeds: int,
         results: Sequence[Result],
+        *,
+        seeds: int = 3,
+        cells: Callable[[Comparison, int], list[Cell]] = Comparison.cells,
     ) -> None:
-        def default(size: Size, seeds: int) -> list[Cell]:
+        def of_repository(size: Size, seeds: int) -> list[Cell]:
             return cells(comparison, seeds)
 
-        parts = Parts(cells=default, claims=claims, tables=tables, seeds={"medium": seeds})
+        parts = Parts(cells=of_repository, claims=claims, tables=tables, seeds={"medium": seeds})
         super().__init__(comparison.name, title, parts, results)
         self._comparison, self._cells = comparison, cells
 
-    def every(self, job: Job, seeds: int) -> list[Cell]:
+    def all_cells(self, job: Job, seeds: int) -> list[Cell]:
         return self._cells(replace(self._comparison, records=self.store(job).path), seeds)
 
     def reproduce(self, job: Job) -> None:

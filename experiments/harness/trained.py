@@ -51,26 +51,28 @@ class Trained(Experiment):
     def check(self, job: Job) -> None:
         """Raise `NothingMatches` if the experiment lacks the size, or learning rates for it."""
         super().check(job)
-        if not self.every(job, 1):
+        if not self.all_cells(job, 1):
             raise NothingMatches(
                 f"{self.name} should have a learning rate for each method of {job.size} size in {RECORDS}. Found none; run "
                 f"`python -m experiments rates --size {job.size}` in the repository."
             )
 
-    def every(self, job: Job, seeds: int) -> list[Cell]:
+    def all_cells(self, job: Job, seeds: int) -> list[Cell]:
         """Return all cells of the size of a job, for so many seeds."""
         return self.parts.cells(job.size, seeds)
 
     def cells(self, job: Job) -> list[Cell]:
-        """Return all cells of a job, a seed after the other."""
+        """Return all cells of a job: trials, then runs, a seed after the other."""
         seeds = job.seeds or self.parts.seeds[job.size]
-        cells = [cell for cell in self.every(job, seeds) if not job.only or any(text in cell.name for text in job.only)]
+        cells = [
+            cell for cell in self.all_cells(job, seeds) if not job.only or any(text in cell.name for text in job.only)
+        ]
         if job.only and not cells:
-            names = ", ".join(dict.fromkeys(cell.method for cell in self.every(job, 1)))
+            names = ", ".join(dict.fromkeys(cell.method for cell in self.all_cells(job, 1)))
             raise NothingMatches(
                 f"`only` should be part of a cell's name, such as '6 stages', 'seed 0' or one of {names}. Found {job.only}."
             )
-        return sorted(cells, key=lambda cell: cell.recipe.seed)
+        return sorted(cells, key=lambda cell: (cell.recipe.seed < TRIAL_SEED, cell.recipe.seed))
 
     def reproduce(self, job: Job) -> None:
         """Run the cells that have no record, then write."""
@@ -119,7 +121,7 @@ class Trained(Experiment):
         store = self.store(job)
         seeds = (record.get("seed", 0) for record in store.read())
         last = max((seed for seed in seeds if seed < TRIAL_SEED), default=0)
-        cells = self.every(job, max(self.parts.seeds[job.size], last + 1))
+        cells = self.all_cells(job, max(self.parts.seeds[job.size], last + 1))
         records = [record for _, record in store.records_for(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
         return [

@@ -9,13 +9,11 @@ from experiments.frontier import clock
 from experiments.frontier.arms import Arm
 from experiments.frontier.comparison import Compared, Comparison
 from experiments.frontier.experiment import LOCAL, SMALL, TWO
-from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, greater, no_greater
 from experiments.harness.experiment import Result
 from experiments.harness.runs import Runs, loss
 
 STEPS = 800
-_SEEDS = 3
 
 _FULL = {name: Arm("muon", name) for name in (LOCAL, TWO)}
 _QUARTER = {name: replace(one, loss_fraction=0.25) for name, one in _FULL.items()}
@@ -24,29 +22,21 @@ _LATE = {delay: Arm("muon", f"end-to-end-delay-{delay}") for delay in (2, 4)}
 _EXTRAPOLATED = {delay: replace(one, extrapolate=True) for delay, one in _LATE.items()}
 _PREDICTED = {delay: replace(one, predict=delay) for delay, one in _LATE.items()}
 
-# In order of worth, with the rates of their trials: a factor of 2 apart, around the frontier's best.
-GRIDS: dict[tuple[float, ...], tuple[Arm, ...]] = {
-    (0.01, 0.02, 0.04): (*_FULL.values(), *_QUARTER.values(), _NARROW, _EXTRAPOLATED[2], _PREDICTED[2]),
-    (0.005, 0.01, 0.02): (_EXTRAPOLATED[4], _PREDICTED[4]),
-}
-ARMS = tuple(one for arms in GRIDS.values() for one in arms)
-
+_CHEAP = (*_FULL.values(), *_QUARTER.values(), _NARROW)
+_LATER = (_EXTRAPOLATED[4], _PREDICTED[4])
+ARMS = (*_CHEAP, _EXTRAPOLATED[2], _PREDICTED[2], *_LATER)
 
 COMPARISON = Comparison(
     name="heads",
     records=Path(__file__).with_name("medium.jsonl"),
     periods=Path(__file__).with_name("periods.jsonl"),
-    grids=GRIDS,
+    arms=ARMS,
+    grid=lambda one: (0.005, 0.01, 0.02) if one in _LATER else (0.01, 0.02, 0.04),  # around the frontier's best
     trial_steps=300,
     steps=STEPS,
     every=100,
     batch_size=8,
 )
-
-
-def cells(comparison: Comparison, seeds: int) -> list[Cell]:
-    """Return the trials, and the runs of the arms that have a rate."""
-    return [*comparison.trials(), *comparison.runs(ARMS, seeds)]
 
 
 def claims(runs: Runs) -> list[Claim]:
@@ -100,10 +90,8 @@ def tables(runs: Runs) -> str:
 EXPERIMENT = Compared(
     COMPARISON,
     "Cheap heads and predicted weights",
-    cells,
     claims,
     tables,
-    _SEEDS,
     [
         Result("", "ours: losses of a quarter of the tokens, heads of rank 16, equal steps", "heads, steps"),
         Result("", "ours: losses of a quarter of the tokens, heads of rank 16, equal time", "heads, time"),

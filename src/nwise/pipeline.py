@@ -24,8 +24,8 @@ from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
-from nwise.runtime.late import Late
 from nwise.runtime.modules import build_modules
+from nwise.runtime.pending import Pending
 from nwise.runtime.processes import join
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
@@ -139,7 +139,7 @@ class Pipeline(Program):
         self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
         self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim, always), Hooks()
         self._capture = arguments.capture_of(losses, self.processes, self._compression, always) if capture else None
-        self._late: Late | None = None
+        self._pending: Pending | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._warn_of_windows()
@@ -236,13 +236,13 @@ class Pipeline(Program):
         self.habits.before_step()
         asked = parts.ask_gradients
         structure = self._survey(asked)
-        schedule, late = self._next_schedule(structure), self._connected(parts.inputs[0])
+        schedule, pending = self._next_schedule(structure), self._connected(parts.inputs[0])
         if asked:
             check_input_gradients(processes, schedule.oldest)
-        late.engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
+        pending.engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         number, seed, terms = self._steps, derive(self._seed, self._steps), self._cutter.terms
         looks = self._hooks, self._cutter.looking, self.on_action
-        step = Step(number, seed, parts, terms, schedule, structure, late, *looks)
+        step = Step(number, seed, parts, terms, schedule, structure, pending, *looks)
         results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
         self.habits.after_step()
         self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
@@ -259,7 +259,7 @@ class Pipeline(Program):
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
         with self._hooks.once(self.parameters()), preserved(self._device()):
-            return self._late is not None and self._late.drain()
+            return self._pending is not None and self._pending.drain()
 
     def pending_gradients(self) -> list[Gradients]:
         """Compute now the gradients that are due later under a delay, for a checkpoint; the next steps still add them.
@@ -271,7 +271,7 @@ class Pipeline(Program):
         """
         self._survey()
         with self._hooks.once(self.parameters()), preserved(self._device()):
-            return [] if self._late is None else self._late.complete()
+            return [] if self._pending is None else self._pending.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
         """Make the next steps add the gradients that `pending_gradients` returned at this step; all processes call it together.
@@ -286,8 +286,8 @@ class Pipeline(Program):
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
         """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
-        if self._late is not None:
-            return self._late.engine.bytes_of_last_step
+        if self._pending is not None:
+            return self._pending.engine.bytes_of_last_step
         raise RuntimeError("`bytes_per_step` should be read after a step. Found none so far; call `step` first.")
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ class Pipeline(Program):
 
     def forget_pending(self, because: str = "") -> int:
         """Drop the mini-batches whose gradients are still due; all processes call it. Return their number; with a cause, warn."""
-        return 0 if self._late is None else self._late.forget(because)
+        return 0 if self._pending is None else self._pending.forget(because)
 
     def discard_heads(self) -> None:
         """Drop all heads once the strategy needs none, as the paper does when it changes to end-to-end.
@@ -344,13 +344,13 @@ class Pipeline(Program):
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
 
-    def _connected(self, inputs: Tensors) -> Late:
-        """Return the engine of this process's stages, in `Late`; all processes make the first call together, to connect."""
-        if self._late is None:
-            device, stages = self._device(*inputs[:1]), self.habits.stages
+    def _connected(self, inputs: Tensors) -> Pending:
+        """Return the engine of this process's stages, in `Pending`; all processes make the first call together, to connect."""
+        if self._pending is None:
+            device, stages = self._device(*inputs[:1]), [self._stages[k] for k in self.processes.here]
             engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
-            self._late = Late(engine, self.processes, stages)
-        return self._late
+            self._pending = Pending(engine, self.processes, stages)
+        return self._pending
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
@@ -359,12 +359,12 @@ class Pipeline(Program):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:
             self.forget_pending("the pipeline was moved or cast")
-            self._late = self._late if self.processes.size > 1 else None
+            self._pending = self._pending if self.processes.size > 1 else None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        return {**self.__dict__, "_late": None, "_structure": None, "_chosen": None}
+        return {**self.__dict__, "_pending": None, "_structure": None, "_chosen": None}
 
 
 def _forget(pipe: Pipeline, _: object) -> None:  # a function, because a method would keep the pipeline alive

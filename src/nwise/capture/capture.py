@@ -257,7 +257,7 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
         #     this memory     new over before        new + a copy of before
         pairs = zip(recording.gradients, before, strict=True)
         kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
-        with step.late.around(step.schedule, step.number):
+        with step.pending.around(step.schedule, step.number):
             step.engine.replay(step.schedule, step.number, step.parts.inputs, recording.memory, launch)
         for p, old, new, own in zip(learns, before, recording.gradients, kept, strict=True):
             if new is not None:

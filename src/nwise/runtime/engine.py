@@ -110,7 +110,7 @@ class Engine:
         self._processes.progress.steps += 1
 
     def run_without_batch(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
-        """Run a call that has only passes of earlier mini-batches, of which `recorder` is told."""
+        """Run a call that has only passes of earlier mini-batches; tell `recorder` of its actions."""
         call = self.next
         with self._call(schedule, call, ""):
             self._compute(schedule, call, Draws(), _teller(self._processes, call, recorder, None))
@@ -131,12 +131,6 @@ class Engine:
         """
         with self._processes.watched("a forward"):
             self.mail.infer(inputs, step, call)
-
-    def close(self) -> None:
-        """Wait until the other ranks have all messages; all ranks call it after the last step."""
-        with self._processes.watched(None):
-            self.forget()
-            self.mail.close()
 
     def _add(self, schedule: Schedule, step: int, batch: Batch) -> object:
         """Add a mini-batch; return what it looks like to the other ranks (`Mail.add`)."""
@@ -181,14 +175,13 @@ class Engine:
 
     @contextmanager
     def _call(self, schedule: Schedule, step: int, batch: object) -> Iterator[None]:
-        """Let the body run the list of one call; if it raises, drop all mini-batches. `batch` is what the new one looks like."""
+        """Let the body run the list of one call. `batch` is what the new mini-batch looks like."""
         self.next, errors = step + 1, dict(self._wire.errors)
         try:
             with self._processes.watched(f"step {step}", batch), torch.enable_grad():
                 self.mail.start(schedule, step)
                 yield
         except BaseException:
-            self.tapes.clear()
             self.next, self._wire.errors = step, errors
             raise
         for number in [n for n in self.tapes if n <= step - schedule.oldest]:

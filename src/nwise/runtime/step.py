@@ -11,8 +11,8 @@ import torch
 from nwise.microbatch import Batch, Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
-from nwise.runtime.late import Late
 from nwise.runtime.mail import Memory
+from nwise.runtime.pending import Pending
 from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
@@ -33,7 +33,7 @@ class Step:
         terms: counter of each stage's loss.
         schedule: what is executed.
         structure: modules and trainable parameters.
-        late: the engine, and what waits for its delay.
+        pending: the engine, and what waits for its delay.
         hooks: the hooks of parameters.
         looking: function that returns a context, which in some steps looks at the batch.
         on_action: function called after each action, or None.
@@ -45,7 +45,7 @@ class Step:
     terms: Sequence[Terms]
     schedule: Schedule
     structure: Structure
-    late: Late
+    pending: Pending
     hooks: Hooks
     looking: Callable[[Parts, Batch, Schedule, int], AbstractContextManager[None]]
     on_action: Callable[[Action], None] | None
@@ -53,7 +53,7 @@ class Step:
     @property
     def engine(self) -> Engine:
         """The engine."""
-        return self.late.engine
+        return self.pending.engine
 
     def run(self, draws: Draws) -> Results:
         """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
@@ -64,7 +64,7 @@ class Step:
         torch.clear_autocast_cache()
         restored = restored_on_error(self.structure.stateful, learns)
         with self.hooks.once(learns), restored, preserved(engine.device), looking:
-            with self.late.around(self.schedule, self.number):
+            with self.pending.around(self.schedule, self.number):
                 engine.run(self.schedule, self.number, batch, self.on_action)
             batch.hand_back()
         self.hooks.registered = count_hooks()

@@ -1,6 +1,6 @@
-"""Late gradients: the mini-batches of one rank that wait for their delay, from call to call.
+"""What is pending on one rank: the mini-batches that wait for their delay, and the gradients that are due in later calls.
 
-The engine runs one call. Under a delay a call leaves passes of its mini-batch to later ones; here is what connects them::
+The engine runs one call. Under a delay a call leaves passes of its mini-batch to later ones. `Pending` connects the calls::
 
     step      forwards, and the passes that are due     a step that does not follow the one before drops what waits
     drain     passes only, with their gradients         after the last step
@@ -23,10 +23,10 @@ from nwise.runtime.structure import restored_on_error
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage, learning
 
-__all__ = ["Late"]
+__all__ = ["Pending"]
 
 
-class Late:
+class Pending:
     """What waits for its delay on one rank.
 
     Args:
@@ -44,20 +44,20 @@ class Late:
 
     @contextmanager
     def around(self, schedule: Schedule, step: int) -> Iterator[None]:
-        """Let the body run a step; before it drop what it does not follow, and after it leave the gradients that are due."""
+        """Let the body run a step.
+
+        Before it, drop what waits if the step does not follow the last one. After it, add the gradients that are due.
+        """
         engine = self.engine
         if step != engine.next or (self._schedule is not None and schedule != self._schedule):
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
         self._look_for_writes()
         if self._schedule is None:
-            self._schedule, engine.mail.first = schedule, step
+            self._begin(schedule, step)
         if schedule.oldest:
             self._autocast = autocast_dtype(engine.device)
-        try:
+        with self._lost_on_error():
             yield
-        except BaseException:
-            self._due.clear()
-            raise
         self._due.leave(step)
         if engine.tapes or self._due:
             self._written.watch()
@@ -98,8 +98,7 @@ class Late:
         finally:
             for p, gradient in zip(learns, before, strict=True):
                 p.grad = gradient
-        # As at the start of a schedule, except for the gradients: no message of an earlier mini-batch is on its way.
-        engine.mail.first = engine.next = call
+        self._begin(self._schedule, call)
         engine.sent = sent
         engine.mail.forget()
         return self._due.by_call()
@@ -108,8 +107,7 @@ class Late:
         """Let calls from `step` on leave the gradients that `complete` returned; return False if the delay is too short."""
         if len(calls) > schedule.oldest:
             return False
-        self._schedule = schedule
-        self.engine.mail.first = self.engine.next = step
+        self._begin(schedule, step)
         self._due.clear()
         self._due.update(enumerate(copied(calls), step))
         return True
@@ -140,12 +138,24 @@ class Late:
         assert self._schedule is not None, "mini-batches wait for their passes"
         # The shapes of messages, and forwards that run again, depend on the modes of the last step.
         dtype = self._autocast
-        with torch.inference_mode(False), torch.autocast(self.engine.device.type, dtype, enabled=dtype is not None):
-            try:
-                self.engine.run_without_batch(self._schedule, recorder)
-            except BaseException:
-                self._due.clear()
-                raise
+        casting = torch.autocast(self.engine.device.type, dtype, enabled=dtype is not None)
+        with torch.inference_mode(False), casting, self._lost_on_error():
+            self.engine.run_without_batch(self._schedule, recorder)
+
+    def _begin(self, schedule: Schedule | None, call: int) -> None:
+        """Begin a schedule at a call: no message of an earlier one is on its way."""
+        self._schedule = schedule
+        self.engine.mail.first = self.engine.next = call
+
+    @contextmanager
+    def _lost_on_error(self) -> Iterator[None]:
+        """Drop all that waits if the body raises."""
+        try:
+            yield
+        except BaseException:
+            self.engine.tapes.clear()
+            self._due.clear()
+            raise
 
     def _look_for_writes(self) -> None:
         """Drop what waits if something but an optimizer has written to the weights."""
@@ -155,4 +165,4 @@ class Late:
     def _close(self) -> None:
         with self._processes.watched(None):
             self.forget()
-            self.engine.close()
+            self.engine.mail.close()
