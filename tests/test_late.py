@@ -22,7 +22,7 @@ from nwise.app.training.optimizers import make_optimizer
 from nwise.checkpoint import Checkpoints
 from nwise.network.layers import TransformerBlock
 from nwise.training.fused import Fused
-from nwise.training.late import MuonWithAdam, actual_weights, hidden_matrices, predict, settle
+from nwise.training.late import MuonWithAdam, actual_weights, extrapolate, hidden_matrices, predict, settle
 
 
 def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:
@@ -320,6 +320,56 @@ def test_predicted_weights_are_actual_ones_for_the_next_update_and_within_a_test
     assert found == pytest.approx([0.75, 0.75 - 3 * 0.25, 0.6125, 0.6125 - 3 * 0.1375, 0.6125, 0.6125], abs=1e-12)
     settle(optimizer)
     assert w.item() == pytest.approx(0.6125, abs=1e-12)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_clamp_after_updates_is_one_of_the_actual_weights(first: bool) -> None:
+    """Regression: a hook that was registered after `predict` changed predicted weights, and the next update dropped that."""
+    w = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def clamp(*_: object) -> None:
+        w.data.clamp_(min=0.4)
+
+    if first:
+        optimizer.register_step_post_hook(clamp)
+    predict(optimizer, 1)
+    if not first:
+        optimizer.register_step_post_hook(clamp)
+    values = []
+    for gradient in (0.5, 0.25, 0.25):
+        w.grad = torch.tensor([gradient])
+        optimizer.step()
+        with actual_weights(optimizer):
+            values.append(w.item())
+    assert values == pytest.approx([0.5, 0.4, 0.4])
+
+
+@pytest.mark.parametrize("again", [extrapolate, lambda optimizer: predict(optimizer, 1)])
+@pytest.mark.parametrize("before", [extrapolate, lambda optimizer: predict(optimizer, 1)])
+def test_an_optimizer_predicts_or_extrapolates_once(before: Callable[..., None], again: Callable[..., None]) -> None:
+    """Regression: a notebook cell that ran twice added every change twice."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    before(optimizer)
+    with pytest.raises(ValueError, match="Found one that does already"):
+        again(optimizer)
+
+
+def test_a_copied_optimizer_predicts_only_if_it_is_asked() -> None:
+    """Regression: torch copies the state without the hooks, and tests of the copy saw the weights of that moment for ever."""
+    w = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    predict(optimizer, 1)
+    w.grad = torch.tensor([0.5])
+    optimizer.step()
+    other, theirs = copy.deepcopy((w, optimizer))
+    with pytest.raises(ValueError, match="copies and pickles"), actual_weights(theirs):
+        pass
+    with pytest.raises(ValueError, match="copies and pickles"):
+        settle(theirs)
+    predict(theirs, 1)
+    with actual_weights(theirs):
+        assert other.item() == 0.5
 
 
 def test_weights_that_are_loaded_after_settling_stay() -> None:

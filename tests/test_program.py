@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,29 @@ def test_deepcopy_of_compiled_pipeline_is_independent() -> None:
         "stages.0.0.weight"
     ].any()
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "recompute", "compress", "batch_dim"])
+def test_arguments_that_have_been_used_cannot_be_assigned(name: str) -> None:
+    """Regression: the assignment was accepted, and the next step ignored it; a module became a part of the state dict."""
+    pipe = nwise.Pipeline([nn.Linear(4, 3)], None, nn.CrossEntropyLoss(), "end-to-end")
+    for value in (nn.MSELoss(), "int8"):
+        with pytest.raises(AttributeError, match=f"`{name}` should stay as the pipeline was made with it"):
+            setattr(pipe, name, value)
+
+
+def test_stages_that_are_added_are_refused() -> None:
+    pipe = nwise.Pipeline([nn.Linear(4, 3)], None, nn.CrossEntropyLoss(), "end-to-end")
+    pipe.stages.append(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="should keep its 1 stages; any may be replaced. Found 2"):
+        pipe.step(torch.randn(6, 4), target=torch.randint(3, (6,)))
+
+
+@pytest.mark.parametrize(
+    ("only", "error", "found"), [([7], ValueError, "7"), ([-1], ValueError, "-1"), (0, TypeError, "0")]
+)
+def test_heads_that_do_not_exist_are_not_asked_for(only: Any, error: type[Exception], found: str) -> None:
+    """Regression: no head ran, without a word."""
+    pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 3)], [nn.Linear(4, 3)], nn.CrossEntropyLoss())
+    with pytest.raises(error, match=f"`only` should .* Found {found}"):
+        pipe.head_outputs(torch.randn(6, 4), only=only)

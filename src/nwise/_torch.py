@@ -10,6 +10,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     versions, version    Tensor._version                            none
     gradient_hooks,      Tensor._backward_hooks and                 none: hooks can be registered, not listed
       with_hooks         ._post_accumulate_grad_hooks
+    post_hooks           Optimizer._optimizer_step_post_hooks       none: hooks can be registered, not listed
     has_hooks, ...       Module._forward_hooks and others           none: hooks can be registered, not listed
     BatchNorm, Norm      bases of batch and instance norms          a list of classes, without those of users
     is_compiled, ...     Module._compiled_call_impl, _call_impl     Module.compile, without effect on containers
@@ -28,15 +29,17 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
@@ -128,6 +131,11 @@ def versions(tensors: Collection[Tensor | None]) -> list[int]:
 
 
 _counter = attrgetter("_version")
+
+
+def post_hooks(optimizer: Optimizer) -> OrderedDict[int, Any]:
+    """Return the hooks that run after each step of an optimizer, in order."""
+    return cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
 
 
 def with_hooks(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -65,6 +65,17 @@ class Answers:
     confidence: Tensor
 
 
+def check_only(only: object, num_stages: int) -> None:
+    """Raise ValueError or TypeError unless `only` is None or has indices of stages."""
+    if only is None:
+        return
+    if not isinstance(only, Collection):
+        raise TypeError(f"`only` should be a collection of indices of stages, such as [0]. Found {only!r}.")
+    for k in only:
+        if k not in range(num_stages):
+            raise ValueError(f"`only` should have indices of stages, from 0 to {num_stages - 1}. Found {k!r}.")
+
+
 def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
     """Run the head of stage k on its output, if it has one, and is among `only` if these are given."""
     head = heads.get(k) if only is None or k in only else None

@@ -120,7 +120,7 @@ class Pipeline(Program):
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         super().__init__(losses, strategy, num_microbatches, schedule, seed)
         always, self._compression = arguments.checks_always(checks), parse_compression(compress)
-        self.compress = fingerprint(self._compression)
+        vars(self)["compress"] = fingerprint(self._compression)
         self.processes = join(len(given), ranks, mesh, timeout)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
@@ -169,8 +169,9 @@ class Pipeline(Program):
             inputs, named: inputs of the first stage, as for `step`.
             only: indices of the stages whose heads run; default: all.
         """
-        from nwise.exits import head_output
+        from nwise.exits import check_only, head_output
 
+        check_only(only, self.num_stages)
         outputs: Outputs = [None] * self.num_stages
 
         def forward(k: int, hidden: Tensors) -> Tensors:
@@ -327,6 +328,11 @@ class Pipeline(Program):
         """
         if self._structure is not None and input_asks == self._input_asks and self._structure.is_current:
             return self._structure
+        if len(self.stages) != len(self._stages):
+            raise ValueError(
+                f"`stages` should keep its {len(self._stages)} stages; any may be replaced. Found {len(self.stages)}; make "
+                "another pipeline."
+            )
         if any(stage.module is not main for stage, main in zip(self._stages, self.stages, strict=True)):
             self.forget_pending("a stage was replaced")
         heads = self.heads.by_stage(self.num_stages)

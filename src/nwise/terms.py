@@ -131,7 +131,15 @@ class Terms:
         weight = options.get("weight")
         weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
         count = weights.sum(dtype=torch.float64)
-        return count if weight is None or self._all_count(weight) else float(count)
+        if weight is None or self._all_count(weight):
+            return count
+        if not float(count) and options.get("label_smoothing") and bool(kept.any()):
+            raise ValueError(
+                "A micro-batch should have a target whose class has a weight above 0, because label smoothing adds to the loss "
+                "of every target, and torch divides by the sum of the weights. Found a sum of 0; use fewer micro-batches, or a "
+                "small weight instead of 0."
+            )
+        return float(count)
 
     def _all_count(self, weight: Tensor) -> bool:
         """Return whether every class has a weight; one without may be alone in a micro-batch, whose loss is then 0/0."""
@@ -208,6 +216,6 @@ def _inner(loss_fn: Any) -> Any:
 def _defaults(loss_fn: Any) -> dict[str, Any]:
     """Return the options of a known loss that affect the mean; empty for an unknown one."""
     if isinstance(loss_fn, nn.Module):
-        names = ("reduction", "ignore_index", "weight")
+        names = ("reduction", "ignore_index", "weight", "label_smoothing")
         return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
     return {"ignore_index": -100} if loss_fn in (functional.cross_entropy, functional.nll_loss) else {}

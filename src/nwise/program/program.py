@@ -25,6 +25,11 @@ from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 
+# Arguments of `Pipeline` that are used only while it is made, so an assignment would change nothing.
+_FIXED = frozenset(
+    {"loss_fn", "recompute", "tied", "placement", "compress", "mesh", "timeout", "checks", "batch_dim", "capture"}
+)
+
 
 class Program(nn.Module):
     """The settings of a `Pipeline`, each checked when it is set, and what follows from them for the next step.
@@ -57,6 +62,14 @@ class Program(nn.Module):
         self._sizes: list[list[int]] = []
         # The schedule, and what it was made for: first as objects, which are compared quickly, then as values.
         self._chosen: tuple[tuple[object, ...], object, Schedule] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED:
+            raise AttributeError(
+                f"`{name}` should stay as the pipeline was made with it. Found an assignment; make another "
+                "pipeline of the same stages."
+            )
+        super().__setattr__(name, value)
 
     @property
     def num_stages(self) -> int:

@@ -58,7 +58,7 @@ class Step:
     def run(self, draws: Draws) -> Results:
         """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
         batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
-        learns, engine = self.structure.learns, self.engine
+        learns, engine = self.structure.learns, self.pending.engine
         looking = self.looking(self.parts, batch, self.schedule, self.number)
         # In a context of autocast around the whole loop, torch would use the bf16 weights of the first step in all steps.
         torch.clear_autocast_cache()

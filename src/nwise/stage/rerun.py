@@ -34,6 +34,7 @@ class FirstRun:
         self._module, self._stage, self._state = module, stage, State(module)
         self._random = random_states(self._state.generators)
         self.outputs: Tensors | None = None
+        self._buffers: Sequence[Tensor] = ()  # after the first run, if there is something to compare
         self.lent: Sequence[Tensor] = ()
 
     @contextmanager
@@ -42,6 +43,8 @@ class FirstRun:
         with self._state.restored() as self.lent, kept(random_states(self._state.generators)):
             restore(self._random)
             yield
+            if self.outputs is not None:
+                self._compare_buffers()
 
     def keep(self, outputs: Tensors) -> None:
         """Keep detached outputs to compare those of a second run with; raise ValueError if there can be no second run."""
@@ -54,6 +57,17 @@ class FirstRun:
                 "`recompute=False`."
             )
         self.outputs = outputs
+        self._buffers = [buffer.clone() for buffer in self._module.buffers()]
+
+    def _compare_buffers(self) -> None:
+        """Raise ValueError if a second run leaves other buffers, since only the first run's stay."""
+        present = list(self._module.buffers())
+        if len(present) != len(self._buffers) or not all(map(_same, self._buffers, present)):
+            raise ValueError(
+                f"{self._stage.capitalize()} should change its buffers alike when it runs again, as `recompute` lets it, because "
+                "only the changes of the first run stay. Found other buffers after the second: its forward may ask "
+                "`torch.is_grad_enabled()`, which is False in the first run; ask `self.training`, or set `recompute=False`."
+            )
 
     def compare(self, outputs: Tensors) -> None:
         """Raise ValueError if a second run has other outputs: bitwise under deterministic algorithms, else beyond rounding."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise._torch import COMPILED, plain_name
+from nwise._torch import COMPILED, plain_name, post_hooks
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
 from nwise.training.fused import Fused, known_parts
@@ -199,6 +199,9 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: the optimizer; its state keeps the last update of every parameter, under ``last_update``.
 
+    Raises:
+        ValueError: the optimizer predicts or extrapolates already.
+
     >>> w = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([w], lr=1.0)
     >>> extrapolate(optimizer)
@@ -214,23 +217,25 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
             p += update - state["last_update"]
         state["last_update"] = update
 
-    _after_updates(optimizer, add)
+    _refuse_twice(optimizer)
+    _Changes(optimizer, add)
 
 
 def predict(optimizer: torch.optim.Optimizer, delay: int) -> None:
     """Let forwards run at the weights that the last update predicts for the time of their gradient.
 
     Between two updates each parameter holds ``w + delay * u``, with w its actual value and u the change by the last update; after
-    an update without its gradient it holds w. An update begins from w. Test and save within `actual_weights`, and call `settle`
-    after the last update, and before you load other weights, which the next update would drop. If updates do not depend on
-    weights, a delay of 1 trains as `extrapolate` does, apart from the first update.
+    an update without its gradient it holds w. An update begins from w, and so does every hook after it, such as a clamp. Test and
+    export within `actual_weights`. To resume, save outside it, with the optimizer's state. Call `settle` after the last update,
+    and before you load other weights, which the next update would drop. A copy of the optimizer lacks the hooks: call `predict`
+    again. If updates do not depend on weights, a delay of 1 trains as `extrapolate` does, apart from the first update.
 
     Args:
         optimizer: the optimizer; its state keeps the actual value of every parameter, under ``actual``.
         delay: number of updates by which gradients are late, as 2 for ``"end-to-end-delay-2"``; at least 1.
 
     Raises:
-        ValueError: `delay` is less than 1.
+        ValueError: `delay` is less than 1, or the optimizer predicts or extrapolates already.
 
     >>> w = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = torch.optim.SGD([w], lr=1.0)
@@ -247,13 +252,19 @@ def predict(optimizer: torch.optim.Optimizer, delay: int) -> None:
         state["actual"] = p.detach().clone()
         p.add_(update, alpha=delay)
 
+    _refuse_twice(optimizer)
     optimizer.register_step_pre_hook(lambda optimizer, *_: settle(optimizer))
-    _after_updates(optimizer, move)
+    _Changes(optimizer, move, last=True)
 
 
 @torch.no_grad()
 def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Put the actual weights into the place of predicted ones, until the next update; without `predict` this does nothing."""
+    """Put the actual weights into the place of predicted ones, until the next update; without `predict` this does nothing.
+
+    Raises:
+        ValueError: the optimizer has lost its hooks, as a copy has.
+    """
+    _check_hooks(optimizer)
     for p, state in optimizer.state.items():
         if "actual" in state:  # which the state no longer needs: what is written from here on, as by loading, stays
             p.copy_(state.pop("actual"))
@@ -261,7 +272,8 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def actual_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Run the body with the actual weights instead of predicted ones; without `predict` this does nothing."""
+    """Run the body with the actual weights instead of predicted ones; raise what `settle` raises."""
+    _check_hooks(optimizer)
     found = [
         (p, p.detach().clone(), state, state["actual"]) for p, state in optimizer.state.items() if "actual" in state
     ]
@@ -275,20 +287,58 @@ def actual_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 p.copy_(predicted)
 
 
-def _after_updates(optimizer: torch.optim.Optimizer, change: Callable[[Tensor, Tensor, dict[str, Any]], None]) -> None:
-    """After every update call a function with each parameter that had a gradient, its change, and its state."""
-    # Around the optimizer's own update, whatever it is: the change of a parameter is what stands there after it.
-    before: dict[Tensor, Tensor] = {}
+class _Changes:
+    """After every update of an optimizer, calls a function with each parameter that had a gradient, its change, and its state.
 
-    def remember(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    Args:
+        optimizer: the optimizer.
+        change: the function.
+        last: whether it is called after hooks that are registered later, too; default: in their order.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        change: Callable[[Tensor, Tensor, dict[str, Any]], None],
+        *,
+        last: bool = False,
+    ) -> None:
+        # Around the optimizer's own update, whatever it is: the change of a parameter is what stands there after it.
+        self._before: dict[Tensor, Tensor] = {}
+        self._change, self._last = change, last
+        optimizer.register_step_pre_hook(self._remember)
+        self._handle = optimizer.register_step_post_hook(self)
+
+    def _remember(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         learns = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        before.update({p: p.detach().clone() for p in learns})
+        self._before.update({p: p.detach().clone() for p in learns})
+        if self._last:
+            post_hooks(optimizer).move_to_end(self._handle.id)
 
     @torch.no_grad()
-    def add(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        for p, old in before.items():
-            change(p, p - old, optimizer.state[p])
-        before.clear()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p, old in self._before.items():
+            self._change(p, p - old, optimizer.state[p])
+        self._before.clear()
 
-    optimizer.register_step_pre_hook(remember)
-    optimizer.register_step_post_hook(add)
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(hook, _Changes) for hook in post_hooks(optimizer).values())
+
+
+def _refuse_twice(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer predicts or extrapolates already."""
+    if _has_hooks(optimizer):
+        raise ValueError(
+            "`optimizer` should predict or extrapolate, and be asked once. Found one that does already, so each change would be "
+            "added twice; make another optimizer."
+        )
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if weights are predicted, and there are no hooks that would keep them."""
+    if not _has_hooks(optimizer) and any("actual" in state for state in optimizer.state.values()):
+        raise ValueError(
+            "`optimizer` should predict the weights that its state calls predicted. Found no hooks, since copies and pickles of "
+            "an optimizer lose them; call `predict` on this one, too."
+        )
