@@ -224,14 +224,12 @@ def test_options_of_a_loss_may_be_set_during_training(*, wrapped: bool) -> None:
             pipe.step(x, target=y)
 
 
-@pytest.mark.parametrize("m", [1, 3])
-def test_smoothing_of_classes_without_weight_alone_in_a_microbatch_is_refused(m: int) -> None:
+def test_smoothing_of_classes_without_weight_alone_in_a_microbatch_is_refused() -> None:
     """Regression: torch divides by their weights, 0, and nwise left the micro-batch out, though its smoothing counts."""
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.1)
-    y = torch.tensor([0, 2, 0, 2, 1, 1] if m > 1 else [1] * 6)
-    pipe = nwise.Pipeline([nn.Linear(4, 3)], None, loss, "end-to-end", m)
+    x, y = torch.randn(6, 4), torch.tensor([0, 2, 0, 2, 1, 1])
+    pipe = nwise.Pipeline([nn.Linear(4, 3)], None, loss, "end-to-end", 3)
     with pytest.raises(ValueError, match="a target whose class has a weight above 0"):
-        pipe.step(torch.randn(6, 4), target=y)
+        pipe.step(x, target=y)
     loss.label_smoothing = 0.0
-    if m > 1:  # the whole mean is a number
-        assert pipe.step(torch.randn(6, 4), target=y).last.isfinite()
+    assert pipe.step(x, target=y).last.isfinite()
