@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from launch import scripted
-from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked
+from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked, with_layout
 
 
 def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Path) -> None:
@@ -79,3 +82,22 @@ def test_gradient_messages_leave_out_integer_tensors() -> None:
     assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
     assert absent == [1]
     assert [g is None for g in unpacked(sent, specs)] == [False, True, False]
+
+
+@given(st.permutations(range(3)), st.tuples(*[st.integers(0, 3)] * 3))
+def test_layouts_survive_a_journey(order: list[int], shape: tuple[int, ...]) -> None:
+    """What travels is memory: a tensor arrives with its strides, and its values in their places."""
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape).permute(order)
+    spec = with_layout(make_spec(tensor), tensor)
+    assert from_json(json.loads(json.dumps(to_json([spec])))) == (spec,)
+    sent = spec.in_memory(tensor)
+    assert sent.is_contiguous()
+    arrived = spec.empty(torch.device("cpu"))
+    spec.in_memory(arrived).copy_(sent)
+    assert torch.equal(arrived, tensor)
+    assert arrived.is_contiguous() == tensor.is_contiguous()
+
+
+def test_tensors_with_gaps_travel_as_in_their_shape() -> None:
+    for tensor in (torch.ones(4, 4)[:, ::2].T, torch.ones(1, 3).expand(4, 3), torch.ones(3)[::2]):
+        assert with_layout(make_spec(tensor), tensor) == make_spec(tensor)

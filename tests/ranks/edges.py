@@ -48,6 +48,31 @@ def zoo(name: str, strategy: str, **options: Any) -> Any:
     return closed(pipe, state(pipe))
 
 
+class Transposed(nn.Module):
+    """Mixes another dimension than the last, so its output is not contiguous, as in an MLP-Mixer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x.transpose(1, 2)).tanh().transpose(1, 2)
+        return y
+
+
+def transposed() -> Any:
+    """Regression: messages arrived contiguous, and a sum in another order differs in the last bit."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Flatten(), nn.Linear(35, 3))
+    stages = [*(Transposed() for _ in range(A - 1)), nn.Sequential(Transposed(), head)]
+    heads = [copy.deepcopy(head) for _ in range(A - 1)]
+    pipe = nwise.Pipeline(stages, heads, nn.functional.cross_entropy, "2-wise", 2)
+    numbers = torch.Generator().manual_seed(3)
+    data = [(torch.randn(4, 7, 5, generator=numbers), torch.randint(3, (4,), generator=numbers)) for _ in range(12)]
+    trained(pipe, "adam", data)
+    return closed(pipe, digests(pipe))
+
+
 def lengths() -> Any:
     """Sequences of other lengths from step to step."""
     torch.manual_seed(0)
@@ -409,6 +434,7 @@ CASES: dict[str, Case] = {
     "recomputed": lambda: zoo("perceptron", "3-wise", recompute=True),
     "named and answered": named_and_answered,
     "skips": lambda: zoo("unet", "2-wise-mean-delay-1"),
+    "transposed": transposed,
     "lengths": lengths,
     "evaluation between": evaluation_between,
     "untouched by shapes": untouched_by_shapes,

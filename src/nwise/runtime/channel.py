@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 from nwise._torch import versions
 from nwise.randomness import derive
 from nwise.runtime.ledger import Expected, Key, Label, Ledger, MessagePlan, Window
-from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, write_header
+from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, with_layout, write_header
 from nwise.schedule.actions import SENDS, Kind
 from nwise.tensors import Tensors
 
@@ -110,10 +110,10 @@ class Sender:
         form = message.form or self._ledger.form(message)
         tag, header = _tag(message), cast(Tensors, ())
         if form is None:
-            form = self._ledger.enter(message, make_specs(tensors))
+            form = self._ledger.enter(message, tuple(map(with_layout, make_specs(tensors), tensors)))
             header = self._header(message, form.specs)
         _check(key, form, tensors, parts)
-        self._send((*header, *parts), tag)
+        self._send((*header, *map(Spec.in_memory, form.parts, parts)), tag)
         self.num_bytes[key.kind] += form.num_bytes
         self._last = key, parts, versions(parts)
         return form
@@ -210,7 +210,8 @@ class Receiver:
     def _receive(self, specs: Specs, tag: int) -> tuple[Tensors, list[Any]]:
         link = self._link
         tensors = tuple(spec.empty(link.device) for spec in specs)
-        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, tag) for t in tensors if t.numel()]
+        memory = [t for t in map(Spec.in_memory, specs, tensors) if t.numel()]
+        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, tag) for t in memory]
 
     def take(self, key: Key) -> tuple[Tensors, Form]:
         """Wait for a message and return it with its form; those that were sent before it are kept for later."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -23,11 +23,18 @@ __all__ = ["Spec"]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape and dtype of a tensor, and its name if it has one."""
+    """Shape and dtype of a tensor, and its name if it has one.
+
+    Args:
+        shape, dtype, name: of the tensor.
+        order: its dimensions as they lie in memory, the outermost first; default: as in the shape. With ``channels_last`` these
+            are 0, 2, 3, 1. Kernels sum in another order for another layout, so a message keeps its own.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     name: str = ""
+    order: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -41,7 +48,13 @@ class Spec:
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate the tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        order = self.order or tuple(range(len(self.shape)))
+        made = torch.empty([self.shape[i] for i in order], dtype=self.dtype, device=device)
+        return made.permute(sorted(range(len(order)), key=order.__getitem__)) if self.order else made
+
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like this one with its dimensions as they lie in memory, so contiguous."""
+        return tensor.permute(self.order) if self.order else tensor
 
     def zeros(self, device: torch.device) -> Tensor:
         """Make the tensor of zeros."""
@@ -68,6 +81,19 @@ def make_spec(tensor: Tensor, name: str = "") -> Spec:
 def make_specs(tensors: Sequence[Tensor]) -> Specs:
     """Return the specs of tensors, with their names."""
     return tuple(map(make_spec, tensors, names(tensors) or ("",) * len(tensors)))
+
+
+def with_layout(spec: Spec, tensor: Tensor) -> Spec:
+    """Return the spec of a tensor with the order of its dimensions, if they fill memory without gaps.
+
+    >>> images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    >>> with_layout(make_spec(images), images).order
+    (0, 2, 3, 1)
+    """
+    if tensor.is_contiguous():
+        return spec
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return replace(spec, order=order) if tensor.permute(order).is_contiguous() else spec
 
 
 def spec_names(specs: Sequence[Spec]) -> tuple[str, ...]:
@@ -185,12 +211,12 @@ def _bytes(text: bytes) -> Tensor:
 
 def to_json(specs: Sequence[Spec]) -> Any:
     """Convert specs to JSON values."""
-    return [[list(s.shape), str(s.dtype).removeprefix("torch."), s.name] for s in specs]
+    return [[list(s.shape), str(s.dtype).removeprefix("torch."), s.name, list(s.order)] for s in specs]
 
 
 def from_json(value: Any) -> Specs:
     """Convert the result of `to_json` back to specs."""
-    return tuple(Spec(tuple(shape), getattr(torch, dtype), name) for shape, dtype, name in value)
+    return tuple(Spec(tuple(shape), getattr(torch, dtype), name, tuple(order)) for shape, dtype, name, order in value)
 
 
 def with_gradients(specs: Specs) -> Specs:
