@@ -55,6 +55,14 @@ def tables(runs: Runs) -> str:
     return "\n\n".join([*parts, notes, COMPARISON.table_of_rates(runs)])
 
 
+def draw(runs: Runs, path: Path) -> None:
+    """Draw loss against time on fast links."""
+    panels = {f"{depth} stages, fast links": [at(name, depth) for name in NAMES] for depth in DEPTHS}
+    shown = {title: arms for title, arms in panels.items() if all(runs.records_for(one.name) for one in arms)}
+    if shown:
+        COMPARISON.draw(runs, shown, 0.0, path.with_suffix(".png"))
+
+
 EXPERIMENT = Compared(
     COMPARISON,
     "16 and 32 stages, three seeds",
@@ -64,4 +72,5 @@ EXPERIMENT = Compared(
         Result("", "ours: does depth help within 600 steps?", "depth, gate"),
         Result("", "ours: 16 and 32 accelerators, three seeds, equal time", "depth, time"),
     ],
+    draw=draw,
 )

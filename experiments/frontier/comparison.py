@@ -6,7 +6,7 @@ python -m experiments.frontier.comparison deep    # writes deep/periods.jsonl: s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -16,10 +16,12 @@ from rich.progress import track
 
 from experiments.frontier import clock
 from experiments.frontier.arms import BATCH, EVERY, Arm
+from experiments.frontier.plots import curve
 from experiments.harness import markdown
 from experiments.harness.cell import Cell
 from experiments.harness.claims import Claim, Seeds, differences, greater
 from experiments.harness.experiment import Job, Result, Size
+from experiments.harness.plots import legend, make_panels
 from experiments.harness.runs import Runs, loss, loss_at, shown
 from experiments.harness.search import Search
 from experiments.harness.store import Store
@@ -160,6 +162,16 @@ class Comparison:
         ]
         return differences(["", *_MOMENTS], rows)
 
+    def draw(self, runs: Runs, panels: Mapping[str, Sequence[Arm]], latency: float, path: Path) -> None:
+        """Draw loss against time, in panels of arms by their title, until the fastest arm of each has done its steps."""
+        with make_panels(len(panels), path, width=6.4, height=3.6, share=True) as (_, places):
+            for axes, (title, arms) in zip(places, panels.items(), strict=True):
+                stop = self.steps * min(self.slots(one, latency) for one in arms)
+                for one in arms:
+                    curve(axes, runs, one, lambda one, slots: slots / self.slots(one, latency), stop)
+                axes.set(title=title, xlabel="slots", ylabel="test loss, nats a byte")
+                legend(axes)
+
     def table_of_rates(self, runs: Runs) -> str:
         """Return the losses of the trials."""
         return "\n\n".join(["## Rates", *(search.table(runs) for search in self.searches)])
@@ -175,6 +187,7 @@ class Compared(Trained):
         results: as `Experiment` takes them.
         seeds: number of seeds.
         cells: function from a comparison and the number of seeds to its cells; default: its own.
+        draw: as `Parts` takes it; default: no figures.
     """
 
     def __init__(
@@ -187,11 +200,12 @@ class Compared(Trained):
         *,
         seeds: int = 3,
         cells: Callable[[Comparison, int], list[Cell]] = Comparison.cells,
+        draw: Callable[[Runs, Path], None] = lambda runs, path: None,
     ) -> None:
         def of_repository(size: Size, seeds: int) -> list[Cell]:
             return cells(comparison, seeds)
 
-        parts = Parts(cells=of_repository, claims=claims, tables=tables, seeds={"medium": seeds})
+        parts = Parts(cells=of_repository, claims=claims, tables=tables, draw=draw, seeds={"medium": seeds})
         super().__init__(comparison.name, title, parts, results)
         self._comparison, self._cells = comparison, cells
 

@@ -85,15 +85,25 @@ _AXES: dict[str, tuple[str, Callable[[Arm, float], float], Callable[[Arm], float
 }
 
 
-def _curve(
+def curve(
     axes: Axes, runs: Runs, one: Arm, steps_done: Callable[[Arm, float], float], stop: float, *, band: bool = True
 ) -> None:
-    """Draw an arm's mean up to the end of an axis, and as a band its 95 % interval if there are three seeds or more."""
+    """Draw an arm's mean up to the end of an axis, and as a band its 95 % interval if there are three seeds or more.
+
+    Args:
+        axes: where to draw.
+        runs: the records.
+        one: the arm, with any number of blocks.
+        steps_done: function from an arm and a point of the axis to the steps done.
+        stop: end of the axis.
+        band: whether to draw the interval.
+    """
     xs = np.linspace(stop / 20, stop, _POINTS)
     scores = [runs.scores(loss_at(steps_done(one, x)), one.run_name) for x in xs]
     ys, low, high, seeds = zip(*(interval(column, dict.fromkeys(column, 0.0)) for column in scores), strict=True)
-    colour, line = method_colour(one.label), _LINES[one.label]
-    axes.plot(xs, ys, color=colour, linestyle=line, label=one.label, lw=1.6)
+    name = replace(one, blocks=STAGES).label
+    colour, line = method_colour(name), _LINES[name]
+    axes.plot(xs, ys, color=colour, linestyle=line, label=name, lw=1.6)
     if band and min(seeds) > 2:  # the interval of two is as wide as the panel
         axes.fill_between(xs, low, high, color=colour, alpha=0.15, lw=0)
 
@@ -112,7 +122,7 @@ def loss_against_time(runs: Runs, arms: Sequence[Arm], title: str, path: Path) -
         for axes, (heading, (unit, steps_done, end)) in zip(panels, _AXES.items(), strict=True):
             stop = min(end(one) for one in arms)
             for one in arms:
-                _curve(axes, runs, one, steps_done, stop, band=bands)
+                curve(axes, runs, one, steps_done, stop, band=bands)
             axes.set(title=heading, xlabel=unit, ylabel="test loss, nats a byte")
         ends = [runs.scores(loss, one.run_name).values() for one in arms]
         best = min(map(min, ends))
@@ -140,7 +150,7 @@ def best_of_each_family(runs: Runs, arms: Sequence[Arm], path: Path) -> None:
 
             for family in _FAMILIES:
                 if members := [one for one in arms if one.label in family]:
-                    _curve(axes, runs, min(members, key=at_end), steps_done, stop)
+                    curve(axes, runs, min(members, key=at_end), steps_done, stop)
             axes.set(title=heading, xlabel=unit, ylabel="test loss, nats a byte")
             axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
         lowest = min(fmean(runs.scores(loss, one.run_name).values()) for one in arms)
