@@ -120,7 +120,7 @@ class Pipeline(Program):
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         super().__init__(losses, strategy, num_microbatches, schedule, seed)
         always, self._compression = arguments.checks_always(checks), parse_compression(compress)
-        vars(self)["compress"] = fingerprint(self._compression)
+        vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's
         self.processes = join(len(given), ranks, mesh, timeout)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)

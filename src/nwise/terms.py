@@ -133,13 +133,14 @@ class Terms:
         count = weights.sum(dtype=torch.float64)
         if weight is None or self._all_count(weight):
             return count
-        if not float(count) and options.get("label_smoothing") and bool(kept.any()):
+        number = float(count)  # waits for the device
+        if not number and options.get("label_smoothing") and bool(kept.any()):
             raise ValueError(
                 "A micro-batch should have a target whose class has a weight above 0, because label smoothing adds to the loss "
                 "of every target, and torch divides by the sum of the weights. Found a sum of 0; use fewer micro-batches, or a "
                 "small weight instead of 0."
             )
-        return float(count)
+        return number
 
     def _all_count(self, weight: Tensor) -> bool:
         """Return whether every class has a weight; one without may be alone in a micro-batch, whose loss is then 0/0."""

@@ -48,9 +48,10 @@ class Spec:
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate the tensor."""
-        order = self.order or tuple(range(len(self.shape)))
-        made = torch.empty([self.shape[i] for i in order], dtype=self.dtype, device=device)
-        return made.permute(sorted(range(len(order)), key=order.__getitem__)) if self.order else made
+        if not self.order:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        memory = torch.empty([self.shape[i] for i in self.order], dtype=self.dtype, device=device)
+        return memory.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     def in_memory(self, tensor: Tensor) -> Tensor:
         """Return a tensor like this one with its dimensions as they lie in memory, so contiguous."""

@@ -195,6 +195,7 @@ def extrapolate(optimizer: torch.optim.Optimizer) -> None:
     """Make every update of an optimizer extrapolate: the change between the last two updates is added once more.
 
     With u[t] the update of the optimizer itself, ``w[t + 1] = w[t] + u[t] + (u[t] - u[t - 1])``. The first update stays as it is.
+    A copy of the optimizer lacks the hooks: call `extrapolate` again.
 
     Args:
         optimizer: the optimizer; its state keeps the last update of every parameter, under ``last_update``.
