@@ -147,6 +147,7 @@ class Engine:
         segments = self.mail.segments(*call, tell) if memory is None else self.mail.recorded(*call, memory)
         # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
         wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
+        watched = observed or tell is not None
         compressed, completing = wire.compression is not None, schedule.completing if mail.replicas else ()
         for i, segment in enumerate(segments):
             if i:
@@ -154,7 +155,7 @@ class Engine:
             for task in segment:
                 action = tasks[task]
                 kind, k, m, q, _, age = action
-                begin = time.perf_counter()
+                begin = time.perf_counter() if watched else 0.0
                 if observed:
                     self._processes.doing = Doing(step, action, begin)
                 tapes = self.tapes.get(step - age)

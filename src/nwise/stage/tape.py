@@ -69,12 +69,14 @@ class Tape:
             cotangent: the weights of the sum.
             apart: whether no other pass may read the gradients, so the walk may write over them.
         """
-        weights = (cotangent.own, *cotangent.received)
-        roots, seeds = list[Tensor](), list[Tensor]()
+        terms = [(weight, self.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
+        if cotangent.own:
+            terms.insert(0, (cotangent.own, self.own))
+        roots, seeds = [], []
         for i, output in enumerate(self.outputs):
             total: Tensor | None = None
-            for p, weight in enumerate(weights, -1) if output.requires_grad else ():
-                part = None if not weight else self.own[i] if p < 0 else self.messages[p][i]
+            for weight, gradients in terms if output.requires_grad else ():
+                part = gradients[i]
                 if part is not None and total is not None:
                     total = torch.add(total, part, alpha=weight)
                 elif part is not None:
