@@ -33,6 +33,14 @@ def test_a_world_has_every_exchange_and_a_copy_refuses_it() -> None:
         copied.posted("factor")
 
 
+def test_stages_here_follow_the_placement() -> None:
+    """Regression: the benchmark of the runtime ran interleaved schedules with the stages of the placement before."""
+    processes = Processes(4)
+    assert processes.here == (0, 1, 2, 3)
+    processes.placement = (0, 1, 1, 0)
+    assert processes.here == (0, 3)
+
+
 def test_one_process_loads_nothing_of_several() -> None:
     """By the imports at the heads of files, from the pipeline on: a start of one process took the channels with it."""
     found, left = set[str](), ["nwise.pipeline"]

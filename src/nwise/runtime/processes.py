@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, cast, final
 
 import torch
@@ -113,7 +112,7 @@ class Processes:
         """Number of ranks that share the stages of a replica."""
         return 1 + max(self.placement)
 
-    @cached_property
+    @property
     def here(self) -> tuple[int, ...]:
         """Indices of the stages that this process holds."""
         return tuple(k for k, place in enumerate(self.placement) if place == self.place)
