@@ -85,7 +85,7 @@ class Link:
         return message
 
 
-class VirtualStage:
+class VirtualStage(Stage):
     """A stage whose actions take a given time.
 
     Args:
@@ -96,18 +96,10 @@ class VirtualStage:
     """
 
     def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link | None, Link | None]) -> None:
-        self.index = index
-        self.module = nn.Identity()  # an output has the shape of the input
-        self.learns: list[Tensor] = []
-        self.head_learns: list[Tensor] = []
+        # Its module is the identity, because an output has the shape of the input.
+        super().__init__(index, nn.Identity(), None, nn.functional.mse_loss, recompute=False)
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
-
-    tapes = Stage.tapes
-
-    def copy_parameters(self) -> dict[str, Tensor]:
-        """Return nothing: a virtual stage has no parameters."""
-        return {}
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
         """Take the time of an action; make a message as large as the stage's input."""
