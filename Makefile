@@ -1,9 +1,10 @@
-# make train    a virtual environment with what the README's commands need, and the embedded job
-# make test     ruff, mypy, pytest
-# make test-all the slow tests too
-# make readme   the README's commands, in a fresh environment in a fresh copy
-# make docs     the manual, warnings being errors
-# make gpu      25 minutes on a GPU: checks, memory, speed, then the experiments
+# make train        a virtual environment with what the README's commands need, and the embedded job
+# make test         ruff, mypy, pytest
+# make test-all     the slow tests too
+# make readme       the README's commands, in a fresh environment in a fresh copy
+# make benchmarks   every benchmark once, small: ten minutes
+# make docs         the manual, warnings being errors
+# make gpu          25 minutes on a GPU: checks, memory, speed, then the experiments
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Several test processes share the cores, so each keeps to one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: train test test-all check format docs readme gpu clean
+.PHONY: train test test-all check format docs readme benchmarks gpu clean
 
 train: $(VENV)/.train
 	$(BIN)/nwise train
@@ -52,6 +53,9 @@ docs: $(VENV)/.tools
 
 readme:
 	$(PYTHON) .ci/readme.py
+
+benchmarks: $(VENV)/.tools
+	$(BIN)/python .ci/benchmarks.py
 
 gpu: $(VENV)/.tools
 	$(BIN)/python -m benchmarks.gpu

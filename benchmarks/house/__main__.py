@@ -88,7 +88,8 @@ def count(root: Path) -> dict[str, object]:
     core = [f for f in library if f.relative_to(source).parts[0] in ("schedule", "runtime", "stage", "stage.py")]
     loaded = [Path(name) for name in _run(root, LOAD)]
     step = _run(root, STEP, f"{source}{os.sep}")
-    code = [line.strip() for file in library for line in file.read_text().splitlines() if line.strip()]
+    lines = [line.strip() for file in library for line in file.read_text().splitlines() if line.strip()]
+    folders = sorted({file.parent.relative_to(source).parts[:1] for file in library})
     return {
         "library: files": len(library),
         "library: lines": _lines(library),
@@ -97,7 +98,14 @@ def count(root: Path) -> dict[str, object]:
         "tests: files": len(list((root / "tests").rglob("*.py"))),
         "tests: lines": _lines((root / "tests").rglob("*.py")),
         "schedule, runtime and stage: lines": _lines(core),
-        "library: comment lines, percent": round(100 * sum(line.startswith("#") for line in code) / len(code), 1),
+        "library: comment lines, percent": round(100 * sum(line.startswith("#") for line in lines) / len(lines), 1),
+        "library: lines of code": _code(library),
+        **{
+            f"code in {'/'.join(folder) or 'the root'}": _code(
+                file for file in library if file.parent.relative_to(source).parts[:1] == folder
+            )
+            for folder in folders
+        },
         "import nwise.pipeline: files": len(loaded),
         "import nwise.pipeline: lines": _lines(loaded),
         **{f"warm step: {name}": value for name, value in step.items()},
@@ -112,6 +120,19 @@ def count(root: Path) -> dict[str, object]:
 
 def _lines(files: Iterable[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
+
+
+def _code(files: Iterable[Path]) -> int:
+    """Return the number of lines that are neither blank nor a comment nor in a docstring."""
+    total = 0
+    for text in (file.read_text() for file in files):
+        documented = set[int]()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                documented |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+        lines = enumerate(map(str.strip, text.splitlines()), 1)
+        total += sum(bool(line) and not line.startswith("#") and i not in documented for i, line in lines)
+    return total
 
 
 def _matching(files: Iterable[Path], pattern: str) -> list[Path]:

@@ -117,7 +117,10 @@ def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
 
 def anew(tensors: Tensors) -> Tensors:
     """Return detached tensors that ask for a gradient if those given do."""
-    return each(tensors, lambda x: x.detach().requires_grad_(x.requires_grad))
+    leaves = each(tensors, Tensor.detach)
+    for leaf, x in zip(leaves, tensors, strict=True):
+        leaf.requires_grad_(x.requires_grad)
+    return leaves
 
 
 def as_tuple(value: Any, what: str) -> Tensors:

@@ -115,7 +115,7 @@ class Processes:
     @property
     def here(self) -> tuple[int, ...]:
         """Indices of the stages that this process holds."""
-        return tuple(k for k, place in enumerate(self.placement) if place == self.place)
+        return tuple([k for k, place in enumerate(self.placement) if place == self.place])
 
     @property
     @final

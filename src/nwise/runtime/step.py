@@ -68,7 +68,7 @@ class Step:
                 engine.run(self.schedule, self.number, batch, self.on_action)
             batch.hand_back()
         self.hooks.registered = count_hooks()
-        return batch.results(self.schedule.num_stages)
+        return batch.results(len(self.terms))
 
     def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:
         """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value.

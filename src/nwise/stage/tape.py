@@ -69,9 +69,10 @@ class Tape:
             cotangent: the weights of the sum.
             apart: whether no other pass may read the gradients, so the walk may write over them.
         """
-        terms = [(weight, self.messages[p]) for p, weight in enumerate(cotangent.received) if weight]
-        if cotangent.own:
-            terms.insert(0, (cotangent.own, self.own))
+        terms = [(cotangent.own, self.own)] if cotangent.own else []
+        for p, weight in enumerate(cotangent.received):
+            if weight:
+                terms.append((weight, self.messages[p]))
         roots, seeds = [], []
         for i, output in enumerate(self.outputs):
             total: Tensor | None = None

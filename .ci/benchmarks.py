@@ -1,0 +1,72 @@
+"""Run every benchmark once, as small as it goes, in a copy whose records do not matter: does it still run?
+
+    make benchmarks    or    python .ci/benchmarks.py [names]
+
+Benchmarks use the library's inner names, take hours at full size, and no test runs them whole. This takes ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from readme import HIDDEN, copy_tracked, run
+
+SMALL = """
+house --json
+orders
+step_cost --case overhead --rounds 3
+step_cost.parts --rounds 3
+runtime --stages 3 --rounds 1 --mib 0
+runtime.command --stages 2 --strategy 2-wise --batches 2 --rounds 1
+runtime.targets
+links --devices 2
+links.budget --seconds 4 --slot-ms 200 --records budget.jsonl
+faults kills --runs 2
+faults soak --steps 30
+faults cost --rounds 1
+memory predict --network gpt
+memory measure --network convnet --microbatches 2 --remedies plain
+memory speed --network convnet --rounds 1
+memory show
+planning --rounds 1 --largest 16
+planning.devices --networks 2 --measured 1
+planning.methods --devices 4 --latencies 0
+compression train --data digits --seeds 1
+compression show
+exits train --data digits --seeds 1
+exits measure --data digits --seeds 1 --rounds 1
+exits show --data digits
+speculation train --steps 2
+speculation measure --prompts 1 --count 8 --rounds 1
+speculation show
+gpu --minutes 10 --device cpu --rehearse
+"""
+
+
+def main(*names: str) -> int:
+    """Run the benchmarks of these names, or all; return the number of commands that failed."""
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="nwise-benchmarks-") as folder:
+        copy_tracked(Path(folder))
+        environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(folder) / "src"), folder])
+        for line in SMALL.strip().splitlines():
+            module, *options = line.split()
+            if names and module.partition(".")[0] not in names:
+                continue
+            began = time.monotonic()
+            print(f"$ python -m benchmarks.{line}", flush=True)
+            code = run([sys.executable, "-m", f"benchmarks.{module}", *options], folder, environment)
+            print(f"[exit code {code}, {time.monotonic() - began:.0f} s]\n", flush=True)
+            if code != 0:
+                failed.append(line)
+    print("\n".join(["Failed:", *failed]) if failed else "All benchmarks run.")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
