@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints, state
-from nwise.runtime.compression import TopK, Wire, parse_compression
+from nwise.runtime.compression import TopK, Wire, fingerprint, parse_compression
 from nwise.runtime.shapes import Spec, make_spec
 
 NAMES = ("bf16", "int8", "top-30%")
@@ -152,6 +152,13 @@ def test_bytes_by_hand() -> None:
         for name in ("none", "bf16", "int8", "top-5%")
     }
     assert sizes == {"none": 3200, "bf16": 1600, "int8": 832, "top-5%": 320}
+
+
+def test_ranks_tell_compressions_apart() -> None:
+    """Regression: 5 % and 5.4 % passed as equal, because a small sample has as many values of each; messages differ."""
+    names = ["none", "bf16", "int8", "top-5%", "top-5.4%", "top-5.0001%"]
+    assert len({fingerprint(parse_compression(name)) for name in names}) == len(names)
+    assert fingerprint(TopK(0.5)) == fingerprint(parse_compression("top-50%"))
 
 
 def test_errors_belong_to_a_message_of_a_loss() -> None:

@@ -182,6 +182,21 @@ def test_credit_of_any_dtype_trains_with_its_numbers_as_they_are(dtype: torch.dt
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("shape", "others", "found"),
+    [
+        ((2, 2), {"trainable": [True] * 4}, r"shape \[2, 2\] and 4 entries"),
+        ((3, 3), {"probes": [True] * 2}, r"shape \[3, 3\] and 2 entries"),
+        ((2, 3), {}, r"shape \[2, 3\]\."),
+        ((), {}, r"shape \[\]\."),
+    ],
+)
+def test_other_shapes_are_refused(shape: tuple[int, ...], others: dict[str, list[bool]], found: str) -> None:
+    """Regression: a matrix of 2 stages with `trainable` of 4 was taken as one of 4 rows, and numpy failed."""
+    with pytest.raises(ValueError, match=f"`credit` should be a square matrix.*Found {found}"):
+        find_flow(torch.ones(shape).tril() if len(shape) > 1 else torch.ones(shape), **others)
+
+
 def test_mixed_messages_stay_few() -> None:
     """Rounding costs messages only where it makes columns independent."""
     fading = torch.from_numpy(0.9 ** far(8)).tril()

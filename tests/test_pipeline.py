@@ -602,6 +602,8 @@ def test_parameters_made_in_inference_mode_are_refused() -> None:
 def test_losses_cannot_be_replaced() -> None:
     """Regression: an assignment had no effect, without a word."""
     pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 3)], strategy="end-to-end")
-    with pytest.raises(AttributeError, match="`loss_fns` should stay the losses.*Found an assignment; make another"):
+    with pytest.raises(
+        AttributeError, match="`loss_fns` should stay as the pipeline was made.*Found an assignment; make another"
+    ):
         pipe.loss_fns = (nn.CrossEntropyLoss(),) * 2
     assert pipe.loss_fns == (nn.functional.cross_entropy,) * 2

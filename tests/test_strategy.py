@@ -93,6 +93,16 @@ def test_names_stand_for_strategies_inside_others() -> None:
     assert nwise.strategy(third.name) == third
 
 
+def test_options_of_a_late_strategy_are_kept_or_refused() -> None:
+    """Regression: `heads="live"` was dropped in silence if the base runs all heads."""
+    late = nwise.Delayed(nwise.NWise(2, heads="all"))
+    assert nwise.strategy(late, heads="all") == late
+    with pytest.raises(
+        ValueError, match="`heads` of '2-wise-delay-1' should be 'all', as its `base` says. Found 'live'"
+    ):
+        nwise.strategy(late, heads="live")
+
+
 def test_options_by_keyword() -> None:
     assert nwise.strategy("2-wise", heads="all") == nwise.NWise(2, heads="all")
     assert nwise.strategy(nwise.Local(), heads="all") == nwise.Local(heads="all")

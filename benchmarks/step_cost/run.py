@@ -133,7 +133,7 @@ def by_hand(case: Case, n: int, *, early: bool = False, compiled: bool = False) 
     def step() -> None:
         for parameter in (p for group in [*mains, *sides] for p in group):
             parameter.grad = None
-        inputs, outputs = [case.x], []
+        inputs, outputs = [case.x], list[Tensor]()
         for j in range(n - 1, last + 1):
             with case.autocast():
                 for k in range(len(outputs), (j if early else last) + 1):

@@ -29,83 +29,59 @@ from typing import TYPE_CHECKING
 from nwise.lazy import member, submodule_names
 
 if TYPE_CHECKING:
-    from nwise import heads, losses
-    from nwise.auxiliary import inject
-    from nwise.batchnorm import defer_batchnorm
-    from nwise.compiled import compile_module
-    from nwise.flow import Flow, find_flow
-    from nwise.network.carrying import carry
-    from nwise.network.chain import Chain
-    from nwise.network.splitting import split
-    from nwise.network.tied import untie
-    from nwise.pipeline import Pipeline
-    from nwise.planning.devices import Device
-    from nwise.planning.plan import Plan
-    from nwise.planning.planner import plan
-    from nwise.planning.plans import Plans
-    from nwise.reference import reference_grads
-    from nwise.schedule.ages import staleness
-    from nwise.strategies import (
-        Blocks,
-        Credit,
-        DeepSupervision,
-        Delayed,
-        EndToEnd,
-        Geometric,
-        Hogwild,
-        Local,
-        NWise,
-        Rotating,
-        Strategy,
-        strategy,
-    )
-    from nwise.training.clip import clip_grad_norm_
+    from nwise import heads as heads
+    from nwise import losses as losses
+    from nwise.auxiliary import inject as inject
+    from nwise.batchnorm import defer_batchnorm as defer_batchnorm
+    from nwise.compiled import compile_module as compile_module
+    from nwise.flow import Flow as Flow
+    from nwise.flow import find_flow as find_flow
+    from nwise.network.carrying import carry as carry
+    from nwise.network.chain import Chain as Chain
+    from nwise.network.splitting import split as split
+    from nwise.network.tied import untie as untie
+    from nwise.pipeline import Pipeline as Pipeline
+    from nwise.planning.devices import Device as Device
+    from nwise.planning.plan import Plan as Plan
+    from nwise.planning.planner import plan as plan
+    from nwise.planning.plans import Plans as Plans
+    from nwise.reference import reference_grads as reference_grads
+    from nwise.schedule.ages import staleness as staleness
+    from nwise.strategies import Blocks as Blocks
+    from nwise.strategies import Credit as Credit
+    from nwise.strategies import DeepSupervision as DeepSupervision
+    from nwise.strategies import Delayed as Delayed
+    from nwise.strategies import EndToEnd as EndToEnd
+    from nwise.strategies import Geometric as Geometric
+    from nwise.strategies import Hogwild as Hogwild
+    from nwise.strategies import Local as Local
+    from nwise.strategies import NWise as NWise
+    from nwise.strategies import Rotating as Rotating
+    from nwise.strategies import Strategy as Strategy
+    from nwise.strategies import strategy as strategy
+    from nwise.training.clip import clip_grad_norm_ as clip_grad_norm_
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Blocks",
-    "Chain",
-    "Credit",
-    "DeepSupervision",
-    "Delayed",
-    "Device",
-    "EndToEnd",
-    "Flow",
-    "Geometric",
-    "Hogwild",
-    "Local",
-    "NWise",
-    "Pipeline",
-    "Plan",
-    "Plans",
-    "Rotating",
-    "Strategy",
-    "carry",
-    "clip_grad_norm_",
-    "compile_module",
-    "defer_batchnorm",
-    "find_flow",
-    "heads",
-    "inject",
-    "losses",
-    "plan",
-    "reference_grads",
-    "split",
-    "staleness",
-    "strategy",
-    "untie",
-]
-
-# The submodule that each name comes from: of a strategy, if nothing else is said. `heads` and `losses` are submodules.
+# The submodule that each name comes from.
 _PLACES = {
-    **{name: "strategies" for name in __all__ if name not in ("heads", "losses")},
+    "Blocks": "strategies",
     "Chain": "network.chain",
+    "Credit": "strategies",
+    "DeepSupervision": "strategies",
+    "Delayed": "strategies",
     "Device": "planning.devices",
+    "EndToEnd": "strategies",
     "Flow": "flow",
+    "Geometric": "strategies",
+    "Hogwild": "strategies",
+    "Local": "strategies",
+    "NWise": "strategies",
     "Pipeline": "pipeline",
     "Plan": "planning.plan",
     "Plans": "planning.plans",
+    "Rotating": "strategies",
+    "Strategy": "strategies",
     "carry": "network.carrying",
     "clip_grad_norm_": "training.clip",
     "compile_module": "compiled",
@@ -116,8 +92,11 @@ _PLACES = {
     "reference_grads": "reference",
     "split": "network.splitting",
     "staleness": "schedule.ages",
+    "strategy": "strategies",
     "untie": "network.tied",
 }
+
+__all__ = sorted(["heads", "losses", *_PLACES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 __getattr__ = partial(member, __name__, _PLACES)
 

@@ -23,7 +23,8 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     TorchDispatchMode    utils._python_dispatch                     none
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
-`Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files.
+`Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files. So may
+`RemovableHandle.next_id` and `hooks_dict_ref` of `torch.utils.hooks`, which have no underscore but no documentation either.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 
 def unchecked(version: str) -> str | None:
-    """Return a warning about a version of torch with which nwise was not checked; None for one with which it was.
+    """Return a warning about a version of torch outside the range whose ends were checked; None for one inside.
 
     >>> unchecked("2.13.0+cpu")
     """

@@ -147,13 +147,23 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
 
     Returns:
         The flow. Boundary ``k`` carries at least ``rank C[k:, :k]`` messages. It carries exactly that many if the stages
-        before it learn from the same losses or from one loss each, as in every strategy of nwise.
+        before it learn from the same losses or from one loss each, as in every strategy of nwise but `nwise.Credit`.
+
+    Raises:
+        ValueError: the matrix is not square, has a number that is not finite or one above the diagonal, or stages and probes are
+            not as many as its rows.
 
     >>> import nwise
     >>> find_flow(nwise.NWise(3).credit(6)).messages
     (1, 2, 2, 2, 1)
     """
-    size = len(credit)
+    size = len(credit) if credit.dim() else 0
+    if credit.shape != (size, size) or any(given and len(given) != size for given in (trainable, probes)):
+        counts = ", ".join(str(len(given)) for given in (trainable, probes) if given)
+        raise ValueError(
+            "`credit` should be a square matrix, and `trainable` and `probes` should have one entry for each of its rows. Found "
+            f"shape {list(credit.shape)}" + (f" and {counts} entries." if counts else ".")
+        )
     learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
     numbers = credit.detach().double().cpu().numpy().tobytes()
     return _cheapest(numbers, learns, tuple(map(bool, probes or [False] * size)))

@@ -1,6 +1,6 @@
 """When nwise looks at what a user's code does: often at first, then ever more rarely.
 
->>> [number for number in range(20) if is_due(number)]
+>>> [number for number in range(20) if looks_at(number)]
 [1, 2, 4, 8, 16]
 """
 
@@ -9,4 +9,4 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # Whether to look at a step, graph or loss, counted from 1. A step asks for each graph, so there is no call in Python.
-is_due: Callable[[int], bool] = frozenset(1 << power for power in range(63)).__contains__
+looks_at: Callable[[int], bool] = frozenset(1 << power for power in range(63)).__contains__

@@ -18,7 +18,8 @@ A library should leave its process alone; these are the exceptions, and no other
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
     more variants of compiled code      `compile_module`                     a ninth block would run uncompiled
     one warning of torch is ignored     a checkpoint is written or read      torch announces every save
-    KINETO_LOG_LEVEL=6, if not set      memory is measured on a CPU          torch announces its profiler
+    KINETO_LOG_LEVEL=6, if not set,     memory is measured on a CPU          torch announces its profiler
+      and one more warning is ignored                                        and, 2.11, that it keeps one cycle
 
 Two kinds of change end by themselves and stand where they are used: hooks on the steps of all optimizers
 (`stage.hooks.around_updates`), and methods of tensors that are replaced while a body is looked at (`stage.hooks.noted`).

@@ -15,7 +15,7 @@ from torch import nn
 
 from nwise._torch import caches_parametrizations
 from nwise.held import random_states_kept
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.microbatch import Batch, BatchDim, Parts, check_batch_dim, cut, given, leaves
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
@@ -107,7 +107,7 @@ class Cutter:
         call = step % len(schedule.flows)
         kind = schedule.digest, call, parts.whole is None
         self._steps[kind] += 1
-        if not (self._always or is_due(self._steps[kind])):
+        if not (self._always or looks_at(self._steps[kind])):
             return nullcontext()
         heads = frozenset(k for flow in schedule.flows[call] for k in flow.heads)
         return self._looking(parts, batch, heads)
@@ -160,7 +160,7 @@ def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
     equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
     """
-    if is_due(processes.progress.steps + 1):
+    if looks_at(processes.progress.steps + 1):
         used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
         processes.agree(inputs=_code(used), target=_code(parts.targets))
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nwise._torch import versions
 from nwise.checks import warn
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage, learning
 
@@ -67,7 +67,7 @@ class Habits:
                 self._apart.post(self._steps)
             self._apart.look()
         self._steps += 1
-        self._looks = is_due(self._steps)
+        self._looks = looks_at(self._steps)
 
     def _look_at_heads(self) -> None:
         """Count updates in a row that change stages but not their heads."""

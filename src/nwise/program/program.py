@@ -26,9 +26,19 @@ from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 
 # Arguments of `Pipeline` that are used only while it is made, so an assignment would change nothing.
-_FIXED = frozenset(
-    {"loss_fn", "recompute", "tied", "placement", "compress", "mesh", "timeout", "checks", "batch_dim", "capture"}
-)
+_FIXED = {
+    "loss_fn",
+    "loss_fns",
+    "recompute",
+    "tied",
+    "placement",
+    "compress",
+    "mesh",
+    "timeout",
+    "checks",
+    "batch_dim",
+    "capture",
+}
 
 
 class Program(nn.Module):
@@ -52,7 +62,9 @@ class Program(nn.Module):
         seed: int | None,
     ) -> None:
         super().__init__()
-        self._losses, self._strategy, self._num_microbatches = tuple(losses), parse(strategy), num_microbatches
+        self.loss_fns: tuple[LossFn, ...]
+        vars(self)["loss_fns"] = tuple(losses)  # `__setattr__` refuses it, as it does the caller's
+        self._strategy, self._num_microbatches = parse(strategy), num_microbatches
         self._order = None if schedule is None else check_order(schedule)
         self.seed, self.steps = torch.initial_seed() if seed is None else seed, 0
         self._last_ages: tuple[Sequence[int], int] = [0] * len(losses), num_microbatches
@@ -74,19 +86,7 @@ class Program(nn.Module):
     @property
     def num_stages(self) -> int:
         """Number of stages, A."""
-        return len(self._losses)
-
-    @property
-    def loss_fns(self) -> tuple[LossFn, ...]:
-        """The loss of each stage; always those with which the pipeline was made."""
-        return self._losses
-
-    @loss_fns.setter
-    def loss_fns(self, losses: object) -> None:
-        raise AttributeError(
-            "`loss_fns` should stay the losses with which the pipeline was made. Found an assignment; make another pipeline of "
-            "the same stages, or set an attribute of the loss, such as its `weight`."
-        )
+        return len(self.loss_fns)
 
     @property
     def strategy(self) -> Strategy:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Container, Hashable, Sequence
 from fractions import Fraction
+from numbers import Number
 from typing import Protocol, cast
 
 import torch
@@ -162,10 +163,13 @@ def parse_compression(name: str | Compression) -> Compression | None:
 
 
 def fingerprint(compression: Compression | None) -> str:
-    """Return a text that identifies a compression by its name and the parts of a sample tensor; "none" without one."""
+    """Return a text that identifies a compression: its class, its settings, the parts of a sample; "none" without one."""
     if compression is None:
         return "none"
-    return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}"
+    # Settings too, because 5 % and 5.4 % of a small sample are equally many values.
+    held = getattr(compression, "__dict__", {})
+    settings = {name: value for name, value in held.items() if isinstance(value, Number | str | torch.dtype)}
+    return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}{settings}"
 
 
 _NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat16), "int8": Int8()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nwise.batchnorm import DeferredBatchNorm
 from nwise.checks import warn
 from nwise.dtensor import is_dtensor
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.randomness import derive
 from nwise.stage.stage import Stage
 
@@ -57,7 +57,7 @@ class Replicas:
         self._flags = _flags(self._stage)
         learns = self._stage.learns + self._stage.head_learns
         # Before steps 1, 2, 4, 8, ...: it reads all parameters.
-        if is_due(self._steps):
+        if looks_at(self._steps):
             check_equal(self._group, self._stage)
             self._warns = self._warns and not warn_of_buffers(self._group, self._stage)
         self._steps += 1

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import has_custom, has_foreign, versions
 from nwise.held import kept, states_of, tensors_in, values_in, with_values
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.randomness import seeded
 from nwise.stage.graph import add_gradients, check_leaves, leaving, nodes_of
 from nwise.stage.hooks import after_adding, noted, resting, watched
@@ -89,7 +89,7 @@ class Graph:
         self.share = 1.0
         # Walks with the cotangent 0 will follow, and hooks that only look on should rest in them.
         hooks = guard.foreign and guard.registered and guard.owner not in looked
-        self.checked = guard.always or bool(hooks) or is_due(guard.graphs + 1)
+        self.checked = guard.always or bool(hooks) or looks_at(guard.graphs + 1)
         # A micro-batch may come here before the first walk of the one whose graph was looked through.
         self.suspect, self.hooked = guard.adds is None, False
         self.moved: list[object] = []

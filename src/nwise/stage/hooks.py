@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from nwise._torch import gradient_hooks, with_hooks
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.tensors import agree
 
 _NOTHING_ELSE = nullcontext()
@@ -62,7 +62,7 @@ class Hooks:
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters that have hooks; one call of a step."""
         parameters, self._calls = list(parameters), self._calls + 1
-        if is_due(self._calls) or count_hooks() != self.registered:
+        if looks_at(self._calls) or count_hooks() != self.registered:
             with torch.inference_mode(False), torch.enable_grad():  # or a parameter has no node
                 found_at = {p: node_hooks(get_gradient_edge(p).node) for p in parameters if p.requires_grad}
             self._of_nodes = {p: hooks for p, hooks in found_at.items() if any(hooks)}

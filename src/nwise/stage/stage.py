@@ -3,7 +3,7 @@
     F  forward, keeping the tensors that the passes need
     H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
     I  gradient of one message to the stage's input only
-    W  gradient of the summed cotangent to the stage's parameters only
+    W  gradient of the summed cotangent to the stage's parameters only; on stage 0 also to the model's input, if it asks for one
     B  I and W in one pass, if they share their cotangent
 
 A stage knows nothing of its neighbours. The runtime puts inputs and messages on the tape of a micro-batch, names the next action,
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nwise.auxiliary import PRESENT
-from nwise.looks import is_due
+from nwise.looks import looks_at
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like, may_count
 from nwise.schedule.actions import PASSES, Action, Kind
@@ -130,7 +130,7 @@ class Stage:
         return [Tape(f.stages[k], batch, m, passes[k, m], versions and copy(versions)) for m, f in enumerate(flows)]
 
     def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
-        """Run a computation; return the outputs of F, the message of I or B, and nothing for H and W.
+        """Run a computation; return the outputs of F and the message of I or B. What H and W return is not used.
 
         Args:
             action: the action.
@@ -180,7 +180,7 @@ class Stage:
         detached = each(outputs, torch.Tensor.detach)
         if tape.first is not None:
             self._reruns += 1
-            if self._guard.always or is_due(self._reruns) or _shapes(tape.inputs) not in self._compared:
+            if self._guard.always or looks_at(self._reruns) or _shapes(tape.inputs) not in self._compared:
                 tape.first.keep(detached)
         return detached
 
@@ -275,7 +275,7 @@ class Stage:
             raise
 
     def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
-        """Run I, W or B; return the gradient to each input, nothing for W. The last pass frees the graph."""
+        """Run I, W or B; return the gradient to each input, for a W only on stage 0. The last pass frees the graph."""
         # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
         graph = tape.graph or self._rerun(tape)
         tape.passes_left -= 1

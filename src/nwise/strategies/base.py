@@ -99,14 +99,21 @@ def strategy(text: str | Strategy, **options: Any) -> Strategy:
         options: keyword options of the class, such as ``heads="all"``.
 
     Raises:
-        ValueError: the name is unknown, or has strategies that follow each other.
+        ValueError: the name is unknown, or has strategies that follow each other; or an option contradicts the base of a late
+            strategy.
         TypeError: the argument is neither a text nor a strategy.
 
     >>> strategy("2-wise")
     NWise(heads='live', n=2, reduce='last')
     """
     if isinstance(text, Strategy):
-        return replace(text, **options) if options else text
+        made = replace(text, **options) if options else text
+        if made.heads != options.get("heads", made.heads):
+            raise ValueError(
+                f"`heads` of {made.name!r} should be 'all', as its `base` says. Found {options['heads']!r}; give the option to "
+                "the base."
+            )
+        return made
     if not isinstance(text, str):
         raise TypeError(
             "`strategy` should be a text or a `nwise.Strategy`, such as `nwise.Credit(matrix)`. "
