@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import small_run  # type: ignore[import-not-found]  # beside this file
 import torch
 import tyro
 from rich.progress import track
@@ -31,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from benchmarks.faults import small_run
 from nwise.app.training import Run
 from nwise.machine import processor
 

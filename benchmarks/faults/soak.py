@@ -16,12 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import small_run  # type: ignore[import-not-found]  # beside this file
 import torch
 import tyro
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.faults import small_run
 from nwise.app.recipes import Mlp, Recipe
 from nwise.app.training import Callback, CheckpointPolicy, Trainer, new_run
 from nwise.machine import processor
@@ -47,7 +47,7 @@ class Memory(Callback):
             self.tensors.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
 
 
-def worker(folder: Path, steps: int) -> None:
+def work(folder: Path, steps: int) -> None:
     """One rank."""
     torch.set_num_threads(1)
     recipe = Recipe(
@@ -87,7 +87,8 @@ def main(steps: int = 2000, out: Path = HERE / "records" / "soak.jsonl") -> None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         with Console().status(f"{steps} steps on {RANKS} processes"):
-            subprocess.run([*command, __file__, "--worker", folder, str(steps)], env=environment, check=True)
+            worker = ["-m", "benchmarks.faults.soak", "--worker", folder, str(steps)]
+            subprocess.run([*command, *worker], env=environment, cwd=HERE.parents[1], check=True)
         records = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
     machine = {"torch": torch.__version__, "processor": processor(), "cores": os.cpu_count()}
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +101,6 @@ def main(steps: int = 2000, out: Path = HERE / "records" / "soak.jsonl") -> None
 
 if __name__ == "__main__":
     if "--worker" in sys.argv:
-        worker(Path(sys.argv[2]), int(sys.argv[3]))
+        work(Path(sys.argv[2]), int(sys.argv[3]))
     else:
         tyro.cli(main)
