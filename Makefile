@@ -2,7 +2,7 @@
 # make test         ruff, mypy, pytest
 # make test-all     the slow tests too
 # make readme       the README's commands, in a fresh environment in a fresh copy
-# make benchmarks   every benchmark once, small: ten minutes
+# make benchmarks   every benchmark once, small: 20 minutes
 # make docs         the manual, warnings being errors
 # make gpu          25 minutes on a GPU: checks, memory, speed, then the experiments
 

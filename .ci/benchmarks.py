@@ -2,7 +2,7 @@
 
     make benchmarks    or    python .ci/benchmarks.py [names]
 
-Benchmarks use the library's inner names, take hours at full size, and no test runs them whole. This takes ten minutes.
+Benchmarks use the library's inner names, take hours at full size, and no test runs them whole. This takes 20 minutes.
 """
 
 from __future__ import annotations
