@@ -2,7 +2,8 @@
 
     make benchmarks    or    python .ci/benchmarks.py [names]
 
-Benchmarks use the library's inner names, take hours at full size, and no test runs them whole. This takes 20 minutes.
+Benchmarks use the library's inner names, take hours at full size, and no test runs them whole. This takes 20 minutes, without
+`memory speed`, which takes as long by itself.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ links.budget --seconds 4 --slot-ms 200 --records budget.jsonl
 faults kills --runs 2
 faults soak --steps 30
 faults cost --rounds 1
+memory show
 memory predict --network gpt
 memory measure --network convnet --microbatches 2 --remedies plain
-memory speed --network convnet --rounds 1
-memory show
-planning --rounds 1 --largest 16
+planning --rounds 1 --largest 128
 planning.devices --networks 2 --measured 1
 planning.methods --devices 4 --latencies 0
 compression train --data digits --seeds 1

@@ -35,6 +35,7 @@ from nwise.app.data import Images, Tokens
 from nwise.app.recipes import Adam, ConvNet, EmbeddedText, Gpt, Recipe, ResNet
 from nwise.app.report.figures import MARKERS, method_colour
 from nwise.app.training import make_loss, make_optimizer, make_pipeline, measurable, parameter_groups
+from nwise.checks import check_at_least
 from nwise.machine import processor
 from nwise.network import Chain
 from nwise.pipeline import Pipeline
@@ -398,10 +399,11 @@ def speed(network: Network, rounds: int = 5, threads: int = 2, device: str = "cp
 
     Args:
         network: which network.
-        rounds: timed steps of every way, in turn.
+        rounds: timed steps of every way, in turn; at least 2, for quartiles.
         threads: of torch.
         device: cpu or cuda.
     """
+    check_at_least(2, rounds=rounds)
     torch.set_num_threads(threads)
     config, data = recipe(network)
     config = replace(config, device=device)
