@@ -349,7 +349,7 @@ def test_checkpoint_of_tensor_parallel_stages(tmp_path: Path) -> None:
 
 def test_keep_retains_latest_and_best(tmp_path: Path) -> None:
     pipe = pipeline((2, 2), "2-wise")
-    checkpoints = Checkpoints(tmp_path, pipe, keep=2, keep_best=True)
+    checkpoints = Checkpoints(tmp_path, pipe, keep_best=True)
     for step, loss in enumerate([3.0, 1.0, None, 2.0, 2.5], start=1):
         pipe.steps = step
         checkpoints.save(loss=loss)

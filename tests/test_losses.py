@@ -47,6 +47,9 @@ def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..
         losses = pipe.step(x, target=y)
         assert_same(gradients(pipe), expected, 1e-12)
         assert losses[1:].isfinite().all()
+        assert losses[-1] == pytest.approx(loss_fn(nn.Sequential(*net.stages)(x), y).item())
+        if m == 3 and getattr(loss_fn, "keywords", {}).get("ignore_index") == 2:
+            assert pipe.microbatch_losses[1, 0] == 0, "not the mean over no terms"
 
 
 @pytest.mark.usefixtures("float64")
