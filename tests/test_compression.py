@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints, state
-from nwise.runtime.compression import TopK, Wire, fingerprint, parse_compression
+from nwise.runtime.compression import Cast, TopK, Wire, fingerprint, parse_compression
 from nwise.runtime.shapes import Spec, make_spec
 
 NAMES = ("bf16", "int8", "top-30%")
@@ -159,6 +159,31 @@ def test_ranks_tell_compressions_apart() -> None:
     names = ["none", "bf16", "int8", "top-5%", "top-5.4%", "top-5.0001%"]
     assert len({fingerprint(parse_compression(name)) for name in names}) == len(names)
     assert fingerprint(TopK(0.5)) == fingerprint(parse_compression("top-50%"))
+    levels = [[4], [8]]
+    assert len({fingerprint(Scaled(one)) for one in levels}) == 2, "settings in a list, in slots"
+    assert fingerprint(Scaled([4])) == fingerprint(Scaled([4]))
+
+
+class Scaled(Cast):
+    """A user's compression, whose settings are neither numbers nor in a dictionary."""
+
+    __slots__ = ("levels",)
+
+    def __init__(self, levels: list[int]) -> None:
+        super().__init__(torch.bfloat16)
+        self.levels = levels
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 5])
+def test_shares_that_are_none_are_refused(share: float) -> None:
+    """Regression: a share of 0 sent zeros, and only the last stage learned."""
+    with pytest.raises(ValueError, match="`share` should be above 0 and at most 1. Found"):
+        TopK(share)
+
+
+def test_casts_to_integers_are_refused() -> None:
+    with pytest.raises(ValueError, match="`dtype` should be floating-point. Found torch.int8"):
+        Cast(torch.int8)
 
 
 def test_errors_belong_to_a_message_of_a_loss() -> None:

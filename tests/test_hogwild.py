@@ -81,6 +81,16 @@ def weights(stages: list[nn.Module]) -> list[Layer]:
     return [tuple(p.detach().clone() for p in stage.parameters()) for stage in stages]  # type: ignore[misc]
 
 
+def test_ranks_compare_the_weights_of_late_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: ranks whose passes used the weights in memory and those of the forward trained together."""
+    compared: list[Any] = []
+    for strategy in ("hogwild", "hogwild-forward"):
+        pipe = nwise.Pipeline([nn.Linear(2, 2) for _ in range(3)], None, nn.functional.mse_loss, strategy)
+        monkeypatch.setattr(pipe.processes, "compare", lambda what, values: compared.append(values))
+        pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    assert compared[0] != compared[1]
+
+
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_hogwild_is_figure_1(num_stages: int) -> None:

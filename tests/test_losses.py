@@ -53,6 +53,40 @@ def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..
 
 
 @pytest.mark.usefixtures("float64")
+def test_given_micro_batches_weigh_by_their_samples_if_the_target_is_whole() -> None:
+    """Regression: a target that is not cut counted as one sample, so parts of 1 and 3 samples weighed alike."""
+    net = perceptron(3)
+    net.loss_fn = lambda output, target: (output - target).square().sum(-1).mean()
+    x, y = torch.randn(4, 5), torch.randn(4)
+    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.NWise(2).credit(3))
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise", 2, batch_dim=[0, None])
+    pipe.step(microbatches=[x[:3], x[3:]], targets=[y, y])
+    assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"target": torch.zeros(3, 2, dtype=torch.long)},
+            r"tokens of shape \[2, 3\], as the logits have. Found shape \[3, 2\]",
+        ),
+        ({"weight": torch.ones(7)}, "the mean over tokens of equal weight. Found an assigned"),
+        ({"reduction": "sum"}, "the mean over tokens of equal weight. Found an assigned"),
+    ],
+)
+def test_token_losses_refuse_what_they_would_ignore(change: dict[str, object], message: str) -> None:
+    """Regression: transposed targets passed, and options that were assigned counted for logits but not for their factors."""
+    loss = TokenCrossEntropy()
+    target = change.pop("target", torch.zeros(2, 3, dtype=torch.long))
+    for name, value in change.items():
+        setattr(loss, name, value)
+    for logits in torch.zeros(2, 3, 7), (torch.zeros(2, 3, 4), torch.zeros(7, 4)):
+        with pytest.raises(ValueError, match=message):
+            loss(logits, target)
+
+
+@pytest.mark.usefixtures("float64")
 def test_token_losses_count_tokens() -> None:
     net = tokens(3)
     net.loss_fn = TokenCrossEntropy(ignore_index=0)

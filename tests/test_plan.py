@@ -362,6 +362,15 @@ def test_plan_without_costs_is_for_a_transformer(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == out
 
 
+def test_given_links_replace_those_of_the_costs() -> None:
+    """Regression: a bandwidth counted only if it was below that of the costs."""
+    slow = replace(TRANSFORMER, bandwidth=1.0, message_bytes=8)
+    options: dict[str, Any] = {"devices": 4, "strategy": "end-to-end", "microbatches": 4, "report": None}
+    fast = nwise.plan(replace(slow, bandwidth=1e9), **options).seconds
+    assert nwise.plan(slow, bandwidth=1e9, **options).seconds == pytest.approx(fast)
+    assert nwise.plan(slow, **options).seconds > 1.5 * fast
+
+
 def test_bandwidth_that_limits_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: bytes a second were taken for messages a slot, and every link for one without a limit."""
     quick = ["plan", "--strategies", "local", "--microbatches", "1", "--bandwidth"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import warnings
 from typing import Any
@@ -91,6 +92,21 @@ def test_names_stand_for_strategies_inside_others() -> None:
     assert nwise.Hogwild(nwise.NWise(2, heads="all")).heads == "all"
     third = nwise.Credit([[1 / 3]])
     assert nwise.strategy(third.name) == third
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(nwise.Strategy):
+    """A user's strategy without a name of its own."""
+
+    n: int = 2
+
+    def credit(self, num_stages: int, turn: int = 0) -> torch.Tensor:
+        return nwise.NWise(self.n).credit(num_stages)
+
+
+def test_names_by_default_tell_arguments_apart() -> None:
+    """Regression: a resume with another window found no change, and a plan of two windows kept one."""
+    assert nwise.Delayed(Window(3)).name == "Window(n=3)-delay-1"
 
 
 def test_options_of_a_late_strategy_are_kept_or_refused() -> None:

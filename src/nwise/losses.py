@@ -216,6 +216,16 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
 
     def forward(self, logits: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         hidden, weight = (logits, None) if isinstance(logits, Tensor) else logits
+        if hidden.shape[:2] != target.shape:
+            raise ValueError(
+                f"The target of `TokenCrossEntropy` should be tokens of shape {list(hidden.shape[:2])}, as the logits have. "
+                f"Found shape {list(target.shape)}."
+            )
+        if self.weight is not None or self.reduction != "mean":
+            raise ValueError(
+                "`TokenCrossEntropy` should be the mean over tokens of equal weight. Found an assigned `weight` or `reduction`; "
+                "use `nn.CrossEntropyLoss` on logits of shape [B, V, T]."
+            )
         rows, labels = hidden.flatten(0, 1), target.flatten()
         if self.fraction < 1 and self.training:
             drawn = self._draw(labels)

@@ -240,9 +240,11 @@ def given(microbatches: Any, targets: Any, num_parts: int, terms: Sequence[Terms
     firsts, sizes = [], []  # what a loss averages over: the target, or without one the input
     for x, y in zip(inputs, parts, strict=True):
         dims, target_dims = _dims(x, y or (), batch_dim)
-        first, dim = (x[0], dims[0]) if y is None else (y[0], target_dims[0])
+        # The first tensor that is cut tells the number of samples: of the target, or else of the input.
+        pairs = [*zip(y or (), target_dims, strict=True), *zip(x, dims, strict=True)]
+        first, dim = next(((one, d) for one, d in pairs if d is not None and one.dim()), (x[0], None))
         firsts.append(first)
-        sizes.append(first.size(dim) if dim is not None and first.dim() else 1)
+        sizes.append(1 if dim is None else first.size(dim))
     if len({first.numel() / size for first, size in zip(firsts, sizes, strict=True) if size}) > 1:
         for count in dict.fromkeys(terms):
             count.warn_of_lengths()

@@ -19,6 +19,8 @@ from nwise.tensors import Tensors, as_argument
 _OVER_ELEMENTS = {
     functional.binary_cross_entropy, nn.BCELoss,
     functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss,
+    functional.gaussian_nll_loss, nn.GaussianNLLLoss,
+    functional.hinge_embedding_loss, nn.HingeEmbeddingLoss,
     functional.huber_loss, nn.HuberLoss,
     functional.kl_div, nn.KLDivLoss,
     functional.l1_loss, nn.L1Loss,

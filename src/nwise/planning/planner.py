@@ -152,7 +152,7 @@ def plan(
     shown = report is not None and _is_first()
     if isinstance(model, Costs):
         links |= {"overhead": model.overhead, "latency": model.latency if latency is None else latency}
-        links["bandwidth"] = min(bandwidth, model.bandwidth)
+        links["bandwidth"] = model.bandwidth if bandwidth == float("inf") else bandwidth
         source = from_costs(model, numbers_to_try(microbatches), known or (Device(),) * count, links)
     elif isinstance(model, Profile):
         pieces = {m: model.pieces[m] for m in _among(microbatches, model)}

@@ -195,7 +195,7 @@ class Program(nn.Module):
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
             name = f"{self._strategy.name} with M = {self._num_microbatches}"
-            self.processes.compare(name, (schedule.digest, flows))
+            self.processes.compare(name, (schedule.digest, flows, schedule.ages.stashes))
         self._chosen = settings, own, schedule
         return schedule
 

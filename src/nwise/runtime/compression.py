@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Container, Hashable, Sequence
 from fractions import Fraction
-from numbers import Number
 from typing import Protocol, cast
 
 import torch
@@ -56,6 +55,8 @@ class Cast:
     feedback = False
 
     def __init__(self, dtype: torch.dtype) -> None:
+        if not dtype.is_floating_point:
+            raise ValueError(f"`dtype` should be floating-point. Found {dtype}; `Int8` sends integers with a scale.")
         self._dtype = dtype
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
@@ -117,6 +118,8 @@ class TopK:
     feedback = True
 
     def __init__(self, share: float | Fraction) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"`share` should be above 0 and at most 1. Found {share}; 0.05 sends 5 % of the values.")
         self._share = Fraction(share)
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
@@ -166,9 +169,8 @@ def fingerprint(compression: Compression | None) -> str:
     """Return a text that identifies a compression: its class, its settings, the parts of a sample; "none" without one."""
     if compression is None:
         return "none"
-    # Settings too, because 5 % and 5.4 % of a small sample are equally many values.
-    held = getattr(compression, "__dict__", {})
-    settings = {name: value for name, value in held.items() if isinstance(value, Number | str | torch.dtype)}
+    # Settings too, because 5 % and 5.4 % of a small sample are equally many values; without addresses, which differ by process.
+    settings = re.sub(r" at 0x\w+", "", repr(compression.__getstate__()))
     return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}{settings}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
@@ -44,8 +44,9 @@ class Strategy(ABC):
 
     @property
     def name(self) -> str:
-        """Name that `nwise.strategy` parses back into this strategy, without options; by default that of the class."""
-        return type(self).__name__
+        """Name that `nwise.strategy` parses back into this strategy, without options; by default the class and its arguments."""
+        values = [f"{one.name}={getattr(self, one.name)!r}" for one in fields(self) if one.name != "heads"]
+        return type(self).__name__ + (f"({', '.join(values)})" if values else "")
 
     @classmethod
     def from_match(cls, match: re.Match[str], **options: Any) -> Strategy:
