@@ -185,10 +185,11 @@ def test_credit_of_any_dtype_trains_with_its_numbers_as_they_are(dtype: torch.dt
 @pytest.mark.parametrize(
     ("shape", "others", "found"),
     [
-        ((2, 2), {"trainable": [True] * 4}, r"shape \[2, 2\] and 4 entries"),
-        ((3, 3), {"probes": [True] * 2}, r"shape \[3, 3\] and 2 entries"),
-        ((2, 3), {}, r"shape \[2, 3\]\."),
-        ((), {}, r"shape \[\]\."),
+        ((2, 2), {"trainable": [True] * 4}, r"shape \[2, 2\], 4 and 2 entries"),
+        ((2, 2), {"trainable": []}, r"shape \[2, 2\], 0 and 2 entries"),
+        ((3, 3), {"probes": [True] * 2}, r"shape \[3, 3\], 3 and 2 entries"),
+        ((2, 3), {}, r"shape \[2, 3\]"),
+        ((), {}, r"shape \[\]"),
     ],
 )
 def test_other_shapes_are_refused(shape: tuple[int, ...], others: dict[str, list[bool]], found: str) -> None:

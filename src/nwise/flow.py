@@ -158,15 +158,14 @@ def find_flow(credit: Tensor, *, trainable: Sequence[bool] | None = None, probes
     (1, 2, 2, 2, 1)
     """
     size = len(credit) if credit.dim() else 0
-    if credit.shape != (size, size) or any(given and len(given) != size for given in (trainable, probes)):
-        counts = ", ".join(str(len(given)) for given in (trainable, probes) if given)
+    learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
+    probed = tuple(map(bool, probes)) or (False,) * size
+    if credit.shape != (size, size) or {len(learns), len(probed)} != {size}:
         raise ValueError(
             "`credit` should be a square matrix, and `trainable` and `probes` should have one entry for each of its rows. Found "
-            f"shape {list(credit.shape)}" + (f" and {counts} entries." if counts else ".")
+            f"shape {list(credit.shape)}, {len(learns)} and {len(probed)} entries."
         )
-    learns = (True,) * size if trainable is None else tuple(map(bool, trainable))
-    numbers = credit.detach().double().cpu().numpy().tobytes()
-    return _cheapest(numbers, learns, tuple(map(bool, probes or [False] * size)))
+    return _cheapest(credit.detach().double().cpu().numpy().tobytes(), learns, probed)
 
 
 def flows_for(
