@@ -24,7 +24,7 @@ step_cost.parts --rounds 3
 runtime --stages 3 --rounds 1 --mib 0
 runtime.command --stages 2 --strategy 2-wise --batches 2 --rounds 1
 runtime.targets
-links --devices 2 --methods local
+links --devices 2
 links.budget --seconds 4 --slot-ms 200 --records budget.jsonl
 faults kills --runs 2
 faults soak --steps 30
