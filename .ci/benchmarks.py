@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import time
-from pathlib import Path
 
-from readme import HIDDEN, copy_tracked, run
+from readme import run_all
 
 SMALL = """
 house --json
@@ -49,23 +46,12 @@ gpu --minutes 10 --device cpu --rehearse
 
 def main(*names: str) -> int:
     """Run the benchmarks of these names, or all; return the number of commands that failed."""
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="nwise-benchmarks-") as folder:
-        copy_tracked(Path(folder))
-        environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
-        environment["PYTHONPATH"] = os.pathsep.join([str(Path(folder) / "src"), folder])
-        for line in SMALL.strip().splitlines():
-            module, *options = line.split()
-            if names and module.partition(".")[0] not in names:
-                continue
-            began = time.monotonic()
-            print(f"$ python -m benchmarks.{line}", flush=True)
-            code = run([sys.executable, "-m", f"benchmarks.{module}", *options], folder, environment)
-            print(f"[exit code {code}, {time.monotonic() - began:.0f} s]\n", flush=True)
-            if code != 0:
-                failed.append(line)
-    print("\n".join(["Failed:", *failed]) if failed else "All benchmarks run.")
-    return len(failed)
+    pairs = []
+    for line in SMALL.strip().splitlines():
+        module, *options = line.split()
+        if not names or module.partition(".")[0] in names:
+            pairs.append((f"python -m benchmarks.{line}", [sys.executable, "-m", f"benchmarks.{module}", *options]))
+    return run_all(pairs, PYTHONPATH=os.pathsep.join(["{copy}/src", "{copy}"]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,25 +54,38 @@ def run(command: list[str], folder: str, environment: dict[str, str]) -> int | N
             process.wait()
 
 
-def main(page: str = "README.md") -> int:
-    """Run all commands and return the number of those that failed."""
-    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+def run_all(pairs: Iterable[tuple[str, list[str]]], **variables: str) -> int:
+    """Run commands, each shown by its text, in a fresh copy; return the number of those that failed.
+
+    Args:
+        pairs: text and arguments of each command.
+        variables: of their environment; ``{copy}`` stands for the folder of the copy.
+    """
     failed = []
-    with tempfile.TemporaryDirectory(prefix="nwise-readme-") as name:
-        copy_tracked(Path(name))
-        sourced = ""  # what `. FILE` does to a shell has to reach the commands after it
-        for command in commands(ROOT / page):
+    with tempfile.TemporaryDirectory(prefix="nwise-copy-") as folder:
+        copy_tracked(Path(folder))
+        environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+        environment |= {name: value.format(copy=folder) for name, value in variables.items()}
+        for text, command in pairs:
             began = time.monotonic()
-            print(f"$ {command}", flush=True)
-            code = run(["bash", "-c", f"{sourced}{command}"], name, environment)
+            print(f"$ {text}", flush=True)
+            code = run(command, folder, environment)
             result = f"not done after {LIMIT} s" if code is None else f"exit code {code}"
             print(f"[{result}, {time.monotonic() - began:.0f} s]\n", flush=True)
             if code != 0:
-                failed.append(f"{command}: {result}")
-            if command.startswith(". "):
-                sourced += f"{command} && "
-    print("\n".join(["Failed:", *failed]) if failed else f"All commands of {page} work.")
+                failed.append(f"{text}: {result}")
+    print("\n".join(["Failed:", *failed]) if failed else "All commands work.")
     return len(failed)
+
+
+def main(page: str = "README.md") -> int:
+    """Run all commands of a page and return the number of those that failed."""
+    pairs, sourced = [], ""  # what `. FILE` does to a shell has to reach the commands after it
+    for command in commands(ROOT / page):
+        pairs.append((command, ["bash", "-c", f"{sourced}{command}"]))
+        if command.startswith(". "):
+            sourced += f"{command} && "
+    return run_all(pairs)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,10 @@ def count(root: Path) -> dict[str, object]:
     loaded = [Path(name) for name in _run(root, LOAD)]
     step = _run(root, STEP, f"{source}{os.sep}")
     lines = [line.strip() for file in library for line in file.read_text().splitlines() if line.strip()]
-    folders = sorted({file.parent.relative_to(source).parts[:1] for file in library})
+    folders: dict[str, list[Path]] = {}
+    for file in library:
+        folder, *inside = file.relative_to(source).parts
+        folders.setdefault(folder if inside else "the root", []).append(file)
     return {
         "library: files": len(library),
         "library: lines": _lines(library),
@@ -100,12 +103,7 @@ def count(root: Path) -> dict[str, object]:
         "schedule, runtime and stage: lines": _lines(core),
         "library: comment lines, percent": round(100 * sum(line.startswith("#") for line in lines) / len(lines), 1),
         "library: lines of code": _code(library),
-        **{
-            f"code in {'/'.join(folder) or 'the root'}": _code(
-                file for file in library if file.parent.relative_to(source).parts[:1] == folder
-            )
-            for folder in folders
-        },
+        **{f"code in {folder}": _code(inside) for folder, inside in sorted(folders.items())},
         "import nwise.pipeline: files": len(loaded),
         "import nwise.pipeline: lines": _lines(loaded),
         **{f"warm step: {name}": value for name, value in step.items()},

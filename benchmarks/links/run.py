@@ -178,7 +178,11 @@ def main(devices: tuple[int, ...] = (4, 8), methods: tuple[str, ...] = (), again
     RECORDS.mkdir(exist_ok=True)
     for count in devices:
         path = RECORDS / f"{count}.jsonl"
-        kept = [row for row in _read([path] if methods and path.exists() else []) if row["method"] not in methods]
+        if methods and not path.exists():
+            raise SystemExit(
+                f"`methods` should be left out for {count} devices. Found no records of other methods to keep."
+            )
+        kept = [row for row in _read([path] if methods else []) if row["method"] not in methods]
         wanted = {(network.name, method) for network in NETWORKS for method in methods}
         order = [network.name for network in NETWORKS]
         rows = kept + measure(count, SLOT_MS, wanted)

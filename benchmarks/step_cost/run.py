@@ -117,8 +117,8 @@ def by_hand(case: Case, n: int, *, early: bool = False, compiled: bool = False) 
     Args:
         case: the network with its batch.
         n: the number of stages through which a gradient travels, N.
-        early: whether each loss walks back as soon as its forward has run, as in a pipeline, so that memory holds N graphs;
-            default: all forwards run first.
+        early: whether the backward passes of each loss follow its forward at once, as in a pipeline; memory then holds N graphs.
+            Default: all forwards run first.
         compiled: whether stages and heads are compiled with CUDA graphs.
     """
     stages: list[Any] = list(copy.deepcopy(case.model.stages))
@@ -191,7 +191,7 @@ def methods(case: Case) -> dict[str, Step]:
 def measure(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[tuple[float, float]]]:
     """Wall-clock and processor seconds of every step, the methods taking turns in a random order.
 
-    Each turn begins with a step that does not count, so that a method finds its own code and data in the caches, as in a loop.
+    The first step of a turn does not count. It brings the method's code and data into the caches, as a training loop does.
     """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)

@@ -85,7 +85,6 @@ class Stage:
     ) -> None:
         self.index, self._name, self._output = index, f"stage {index}", f"The output of stage {index}"
         self.module = module
-        self._call = partial(run_module, module, what=self._output)
         self.head = head
         self.loss_fn = loss_fn
         self.recompute = recompute
@@ -105,7 +104,6 @@ class Stage:
         """
         changed = module is not self.module or head is not self.head
         self.module, self.head = module, head
-        self._call = partial(run_module, module, what=self._output)
         self._guard.owners = [module]
         self._head_guard.owners = [one for one in (head, self.loss_fn) if isinstance(one, nn.Module)]
         before, self.learns, self.head_learns = len(self.learns), _trainable(module), _trainable(head)
@@ -206,7 +204,8 @@ class Stage:
         checked = graph is not None and graph.checked
         weights = _NOTHING_ELSE if versions is None else versions.computing(checked=checked)
         part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
-        arguments = part, device, run_unchanged, self._call, tape.inputs, guard.owner
+        function = partial(run_module, self.module, what=self._output)
+        arguments = part, device, run_unchanged, function, tape.inputs, guard.owner
         if graph is None:
             with weights, torch.no_grad():
                 return tape.batch.draws.run(*arguments)
