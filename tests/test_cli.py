@@ -47,17 +47,6 @@ def test_train_evaluate_export(
     assert len(scores["heads"]) == len(scores["ensembles"]) == 4
     assert scores["heads"][3] == pytest.approx(scores["ensembles"][0])
 
-    assert cli.run(["exits", run, "--drop", "50", "--rounds", "1", "--out", "x.png", "--export", "x.pt"]) == 0
-    out = capsys.readouterr().out
-    assert "work saved" in out
-    assert "samples that leave" in out
-    assert (tmp_path / "x.png").stat().st_size > 1000
-    assert cli.run(["exits", run, "--rounds", "0", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)[run]
-    assert result["accuracy"] == scores["heads"][3]["accuracy"]
-    assert sum(result["exits"]["leaving"]) == pytest.approx(1)
-    assert torch.load("x.pt", weights_only=False)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
-
     assert cli.run(["export", run, "--out", f"{run}/weights.safetensors"]) == 2
     assert "another file than the run's own weights" in capsys.readouterr().err
     assert cli.run(["export", run, "--out", "out/net.safetensors"]) == 0
@@ -220,6 +209,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["exits", "runs/x"], "Found 'exits'. Choose thresholds in a script, as `examples/exits.py` does"),
         (["tran"], "A command should be one of .*Found 'tran'. Did you mean 'train'?"),
         (["train", "digit"], "A recipe should be one of .*Found 'digit'. Did you mean 'digits'?"),
         (
@@ -235,10 +225,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "nowhere"], "A run should be a folder with a run.json.*Found none in 'nowhere'"),
         (["evaluate", "."], "Found none in '.'"),
         (["export", "nowhere"], "A run should be a folder"),
-        (["exits", "nowhere"], "A run should be a folder"),
-        (["exits"], "`RUN` should name the folder of at least one run. Found none"),
-        (["exits", "nowhere", "--drop", "-1"], "`drop` should be from 0 to 100 percentage points. Found -1"),
-        (["exits", "nowhere", "--export", "x.onnx"], "`export` should be a .pt file for a single run. Found 'x.onnx'"),
         (["flow", "--stages", "0"], "`stages` should be from 1 to 32.*Found 0"),
         (["flow", "--out", "picture.xyz"], "ends in .png, .svg or .pdf. Found 'picture.xyz'"),
         (["flow", "--out", "."], "Found '.'"),

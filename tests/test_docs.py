@@ -106,7 +106,7 @@ def test_documented_commands_parse(words: tuple[str, ...], monkeypatch: pytest.M
 
 
 def test_documented_commands_are_collected() -> None:
-    assert len(list(commands())) > 50
+    assert len(list(commands())) > 40
 
 
 def test_documented_benchmarks_start_from_the_root() -> None:
@@ -334,7 +334,8 @@ for name in sys.argv[1:]:
 
 def test_documented_names_exist_after_import_nwise() -> None:
     """Regression: the manual's `nwise.checkpoint.gather_weights(pipe)` was an AttributeError until something imported it."""
-    text = "".join(page.read_text() for page in [*PAGES, *(ROOT / "examples").glob("*.py")])
+    gone = ROOT / "docs" / "from-0.2.md"
+    text = "".join(page.read_text() for page in [*PAGES, *(ROOT / "examples").glob("*.py")] if page != gone)
     found = {name.rstrip(".") for name in re.findall(r"\bnwise\.[a-z_]\w*(?:\.[A-Za-z_]\w*)*", text)}
     names = {name for name in found if name.split(".")[1] not in nwise.__all__} - {"nwise.egg", "nwise.nn", "nwise.md"}
     assert {"nwise.checkpoint.gather_weights", "nwise.schedule.best", "nwise.runtime.compression.Compression"} <= names

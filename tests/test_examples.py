@@ -24,9 +24,9 @@ def test_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_network_with_exits_saves_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    accuracy, work = exits.main(tmp_path / "network.pt", steps=60)
+    accuracy, depth = exits.main(tmp_path / "network.pt", steps=60)
     assert accuracy > 0.8
-    assert work < 1.0
+    assert depth < 1.0
     assert "eight digits leave: [" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Early exits: answers against a sample-by-sample definition, thresholds by hand, and the file that needs no trainer."""
+"""Early exits: answers against a sample-by-sample definition, and the file that needs no trainer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nwise
 from nets import ZOO
-from nwise.app.training.calibrate import Seen, Work, calibrate, count_work, cross_validated, outcome
 from nwise.exits import EarlyExit, confidence, confidence_of, default_confidence
 from nwise.tensors import Named
 
@@ -311,59 +308,6 @@ def test_outputs_of_positions_instead_of_samples_are_refused() -> None:
         pipe.exit(torch.randn(2, 5, 4))
 
 
-SEEN = Seen(
-    (0, 2, 3),
-    torch.tensor([[0.9, 0.9, 0.9], [0.8, 0.9, 0.9], [0.7, 0.6, 0.9], [0.6, 0.9, 0.9]]),
-    torch.tensor([[True, True, True], [True, True, True], [False, False, True], [False, True, True]]),
-)
-WORK = Work([10, 20, 30, 40], {0: 5, 2: 8})
-
-
-def test_outcome_by_hand() -> None:
-    result = outcome(SEEN, WORK, {0: 0.75, 2: 0.8})
-    # Two leave at stage 0 after 10 + 5; one at stage 2 after 10 + 5 + 20 + 30 + 8; one stays to the end, 113.
-    assert result.work == pytest.approx((2 * 15 + 73 + 113) / 400)
-    assert (result.accuracy, result.leaving) == (1.0, (0.5, 0.25, 0.25))
-
-
-def test_calibration_finds_the_best_threshold_by_hand() -> None:
-    # Up to 0.7 the third sample leaves at stage 0 with a wrong answer, and up to 0.6 the fourth one, too.
-    for accuracy, low, high in ((1.0, 0.7, 0.8), (0.75, 0.6, 0.7)):
-        thresholds = calibrate(SEEN, WORK, accuracy)
-        assert set(thresholds) == {0, 2}
-        assert all(low < bound <= high for bound in thresholds.values())
-    assert calibrate(SEEN, WORK, 0.0) == {0: pytest.approx(0.6), 2: pytest.approx(0.6)}, "everything leaves at stage 0"
-    assert calibrate(SEEN, Work([1, 2, 3, 4], {0: 5, 2: 8}), 1.0) == {}, "heads cost more than stages"
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.floats(0, 0.2))
-def test_calibration_keeps_the_accuracy_and_never_adds_work(seed: int, drop: float) -> None:
-    numbers = torch.Generator().manual_seed(seed)
-    seen = Seen(tuple(range(4)), torch.rand(40, 4, generator=numbers), torch.rand(40, 4, generator=numbers) < 0.7)
-    work = Work([10, 10, 10, 10], {0: 4, 1: 4, 2: 4})
-    result = outcome(seen, work, calibrate(seen, work, seen.accuracy - drop))
-    assert result.accuracy >= seen.accuracy - drop - 1e-12
-    assert result.work <= 1.0
-    assert sum(result.leaving) == pytest.approx(1)
-
-
-def test_cross_validation_scores_each_half_with_the_thresholds_of_the_other() -> None:
-    # Heads are right in the even half and wrong in the odd one: what the even half learns, the odd half pays for.
-    even = torch.arange(8) % 2 == 0
-    seen = Seen((0, 1), torch.full((8, 2), 0.9), torch.stack([even, torch.ones(8, dtype=torch.bool)], dim=1))
-    result = cross_validated(seen, Work([10, 10], {0: 1}), 0.0)
-    assert result.accuracy == 0.5
-    assert result.leaving == (0.5, 0.5)
-
-
-def test_counted_work_is_that_of_the_layers() -> None:
-    pipe, x = pipeline()
-    work = count_work(pipe, x[:1])
-    assert list(work.stages) == [2 * (5 * 6 + 6 * 5)] * 3 + [2 * (5 * 6 + 6 * 4)]
-    assert work.heads == dict.fromkeys(range(3), 2 * 5 * 4)
-
-
 def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
     pipe, x = pipeline("convolutional")
     thresholds = {0: 0.5, 2: 0.35}
@@ -376,22 +320,3 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
         assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
         EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")
-
-
-def test_every_sample_leaves_at_the_end_even_with_a_confidence_of_nan() -> None:
-    """Regression: nan is not at least 0, so the shares of the samples that leave did not add up to 1."""
-    from nwise.app.training.calibrate import Seen, Work, outcome
-
-    seen = Seen(
-        (0, 1), torch.tensor([[0.9, 0.9], [torch.nan, torch.nan]]), torch.tensor([[True, True], [False, False]])
-    )
-    assert outcome(seen, Work([50, 50], {0: 10}), {0: 0.8}).leaving == (0.5, 0.5)
-
-
-def test_confidence_that_is_no_number_turns_no_exit_off() -> None:
-    seen = Seen(
-        (0, 1), torch.rand(100, 2, generator=torch.Generator().manual_seed(0)), torch.ones(100, 2, dtype=torch.bool)
-    )
-    expected = calibrate(seen, Work([1, 1], {0: 0}), 0.5)
-    seen.confidence[0, 0] = torch.nan
-    assert expected.keys() == calibrate(seen, Work([1, 1], {0: 0}), 0.5).keys() == {0}

@@ -42,7 +42,6 @@ __all__ = [
     "confidence_of",
     "confidences",
     "default_confidence",
-    "head_output",
 ]
 
 # One output for every stage; None where the head is missing or was not requested.

@@ -17,7 +17,6 @@ COMMANDS = {
     "train": ("training", "Train a recipe, showing loss and accuracy of every head; can be resumed."),
     "compare": ("training", "Train several strategies from the same start; a table and a figure."),
     "evaluate": ("training", "Score a run on its test set: every head, and ensembles of the top n heads."),
-    "exits": ("exits", "Let easy samples exit early: accuracy against work and time."),
     "export": ("training", "Write the main network without its heads."),
     "recipes": ("training", "List the recipes."),
     "plan": ("planning", "Find the fastest strategy and number of micro-batches for devices and costs."),

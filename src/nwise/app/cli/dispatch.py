@@ -25,13 +25,16 @@ from nwise.runtime.world import tell_all
 
 __all__ = ["execute"]
 
+_GONE = {"exits": " Choose thresholds in a script, as `examples/exits.py` does."}
+
 
 def dispatch(name: str, arguments: list[str]) -> int:
     """Run a command of `nwise`, with the words after its name, and return its exit code."""
 
     def command() -> Any:
         if name not in COMMANDS:
-            raise ValueError(f"A command should be one of {', '.join(COMMANDS)}. Found {name!r}.{hint(name, COMMANDS)}")
+            meant = _GONE.get(name) or hint(name, COMMANDS)
+            raise ValueError(f"A command should be one of {', '.join(COMMANDS)}. Found {name!r}.{meant}")
         if launched() and name != "train":
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
         return parse(name, arguments)

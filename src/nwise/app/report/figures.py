@@ -27,7 +27,6 @@ __all__ = [
     "Curve",
     "check_format",
     "compare_figure",
-    "exits_figure",
     "flow_figure",
     "method_colour",
     "new_figure",
@@ -116,23 +115,6 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
             left.set_yscale("log")
         left.legend(frameon=False)
         figure.suptitle(title, fontsize=10)
-
-
-def exits_figure(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
-    """Draw accuracy over the work of a sample that may leave early; a line for each network, its end without exits.
-
-    Args:
-        curves: points of (share of the main network's work, accuracy in per cent), by name of the network.
-        path: file to write.
-    """
-    with new_figure(5.6, 3.8, path) as figure:
-        axes = figure.subplots()
-        for i, (name, points) in enumerate(curves.items()):
-            work, accuracy = zip(*sorted(points), strict=True)
-            _plot(axes, i, name, [100 * share for share in work], accuracy)
-        axes.set_xlabel("floating-point operations of a sample, % of the main network")
-        axes.set_ylabel("test accuracy, %")
-        axes.legend(frameon=False)
 
 
 def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
