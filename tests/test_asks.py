@@ -20,7 +20,6 @@ from nwise.microbatch import Parts
 from nwise.program.cutting import check_same_batch
 from nwise.runtime import launch as world
 from nwise.runtime.launch import check_same
-from nwise.runtime.processes import Progress
 from ranks.asks import CASES, first_place, second_of, skipping
 from ranks.common import network
 from test_contract import assert_same, gradients
@@ -92,7 +91,7 @@ def test_targets_of_any_layout_are_compared() -> None:
     def batch(target: torch.Tensor) -> Parts:
         return Parts([()], [(target,)], [3], (), (), None)
 
-    joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), agree=agree, progress=Progress())
+    joining: Any = SimpleNamespace(size=2, num_replicas=1, here=(0,), agree=agree, steps=0)
     column = torch.arange(6).reshape(3, 2)[:, 1]
     check_same_batch(joining, batch(column.clone()))
     check_same_batch(joining, batch(column))

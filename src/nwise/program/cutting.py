@@ -160,7 +160,7 @@ def check_same_batch(processes: Processes, parts: Parts) -> None:
     """Raise ValueError unless all processes have the same targets, and all replicas of the first stage the same inputs, as from
     equal loaders; at the steps 1, 2, 4, 8, ..., because a shuffle may come to differ after an epoch.
     """
-    if looks_at(processes.progress.steps + 1):
+    if looks_at(processes.steps + 1):
         used = parts.inputs if processes.num_replicas > 1 and 0 in processes.here else ()
         processes.agree(inputs=_code(used), target=_code(parts.targets))
 

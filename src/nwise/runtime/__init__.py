@@ -8,7 +8,7 @@
 
 Several processes also load::
 
-    world, watch, absent                the exchange between ranks, their errors, and copies of stages that stay behind
+    world, watch                        the exchange between ranks, and their errors
     post, channel, ledger               messages: those of a rank, on their way, and what both ends know of them
     replicas                            the sums of gradients
 """

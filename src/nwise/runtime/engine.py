@@ -87,7 +87,7 @@ class Engine:
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         with self._call(schedule, step, self._add(schedule, step, batch)):
             self._compute(schedule, step, batch.draws, _teller(self._processes, step, self.recorder, on_action))
-        self._processes.progress.steps += 1
+        self._processes.steps += 1
 
     def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
         """Run the computations of a call from memory to memory, without messages and updates."""
@@ -107,7 +107,7 @@ class Engine:
         with self._call(schedule, step, self.mail.add(schedule, step, inputs)):
             for i, _ in enumerate(self.mail.replayed(schedule, step, memory)):
                 launch(i)
-        self._processes.progress.steps += 1
+        self._processes.steps += 1
 
     def run_without_batch(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
         """Run a call that has only passes of earlier mini-batches; tell `recorder` of its actions."""

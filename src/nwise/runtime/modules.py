@@ -42,12 +42,7 @@ def build_modules(
     modules: list[nn.Module | None] = []
     for k, item in enumerate(given):
         if item is not None and k not in processes.here:
-            rank = processes.stage_rank(k)
-            modules.append(RemoteModule(f"{what} {k}", rank))
-            if isinstance(item, nn.Module):
-                from nwise.runtime.absent import watch_absent  # which one process never needs
-
-                watch_absent(item, f"{what} {k}", rank, processes.progress)
+            modules.append(RemoteModule(f"{what} {k}", processes.stage_rank(k)))
         else:
             with seeded(derive(seed, what, k)):
                 modules.append(item if item is None or isinstance(item, nn.Module) else item())

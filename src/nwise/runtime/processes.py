@@ -62,19 +62,6 @@ class Doing(NamedTuple):
         return f"at {'`on_action` of ' if self.over else ''}{describe(self.action)} of step {self.step}"
 
 
-class Progress:
-    """How many steps this process has made, for the copies of stages that stay behind; pickled, it counts no further.
-
-    Attributes:
-        steps: the number of steps.
-        warned: stages of which a network has been warned; every copy of the network has a list of its own.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.warned: list[str] = []
-
-
 class Processes:
     """The processes of a pipeline: one process with all stages, unless it is a `World`.
 
@@ -91,10 +78,11 @@ class Processes:
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
         doing: present action of this rank, for other ranks that wait for it; None between steps.
-        progress: steps that this process has made.
+        steps: number of steps that this process has made.
     """
 
     doing: Doing | None = None
+    steps = 0
     place = 0
     rank = 0
     size = 1
@@ -104,7 +92,6 @@ class Processes:
 
     def __init__(self, num_stages: int) -> None:
         self.placement: Placement = (0,) * num_stages
-        self.progress = Progress()
 
     @property
     @final

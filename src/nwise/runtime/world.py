@@ -38,7 +38,7 @@ from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
 from nwise.runtime.mail import Mail
 from nwise.runtime.post import Channels, Post
-from nwise.runtime.processes import FACTS, Copied, Processes, Progress
+from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import make_specs, spec_names
 from nwise.runtime.watch import Calls, RankError, Watchdog
@@ -98,7 +98,6 @@ class World(Processes):
         self._default = dist.group.WORLD if start(4 * limit) else None
         self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
-        self.progress = Progress()
         self.mesh = make_mesh(num_stages, mesh)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
