@@ -249,7 +249,7 @@ def test_gradients_of_two_steps_accumulate() -> None:
 SPOILT = [float("nan"), float("inf"), 1e4]
 
 
-@pytest.mark.filterwarnings("ignore:`n = ", "ignore:The loss of stage")
+@pytest.mark.filterwarnings("ignore:`n = ")
 @pytest.mark.parametrize(("strategy", "num_stages"), distinct((4, 6)))
 def test_zero_credit_isolates_stage_bitwise(strategy: str, num_stages: int) -> None:
     """Whatever becomes of a loss: stages without credit for it learn what they would have learnt, to the last bit.
@@ -260,7 +260,6 @@ def test_zero_credit_isolates_stage_bitwise(strategy: str, num_stages: int) -> N
     check_zeros(perceptron(num_stages), nwise.strategy(strategy))
 
 
-@pytest.mark.filterwarnings("ignore:The loss of stage")
 @settings(max_examples=20, deadline=None)  # a matrix is up to 19 pipelines
 @given(matrices().filter(np.any))
 def test_zero_credit_of_custom_matrix_isolates_stage_bitwise(matrix: Matrix) -> None:

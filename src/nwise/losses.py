@@ -8,7 +8,6 @@ number, or a tensor of one.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nwise.checks import warn
 from nwise.tensors import Tensors, names
 
-__all__ = ["AT_ONCE", "Divergence", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
+__all__ = ["AT_ONCE", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
 
 AT_ONCE = 2**28  # logits: half a GiB in bf16, one in float32
 
@@ -140,43 +138,6 @@ class Losses(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
         return Losses(self.clone(), self.computed, [k for k, h in enumerate(self.here) if h])
-
-
-class Divergence:
-    """Warns once of a loss that is not finite, for training loops that do not check their losses."""
-
-    def __init__(self) -> None:
-        self._warned = False
-        self._unseen: deque[tuple[int, Tensor, Collection[int], torch.cuda.Event | None]] = deque()
-
-    def look(self, step: int, means: Tensor, ran: Collection[int]) -> None:
-        """Check the losses of a step, on an accelerator with a delay of two steps.
-
-        Args:
-            step: number of the step.
-            means: its losses, ``[A]``.
-            ran: indices of the stages whose losses were computed.
-        """
-        if self._warned:
-            return
-        # Reading a value waits for all work of the GPU so far. So a copy is ordered, and read two steps later.
-        arrived = torch.cuda.Event() if means.is_cuda else None
-        self._unseen.append((step, means.to("cpu", non_blocking=True), ran, arrived))
-        if arrived is not None:
-            arrived.record()
-        if len(self._unseen) <= (0 if means.device.type == "cpu" else 2):
-            return
-        step, means, ran, arrived = self._unseen.popleft()
-        if arrived is not None:
-            arrived.synchronize()
-        lost = [(k, value) for k, value in enumerate(means.tolist()) if k in ran and not math.isfinite(value)]
-        if lost:
-            self._warned = True
-            self._unseen.clear()
-            warn(
-                f"The loss of stage {lost[0][0]} should be a finite number. Found {lost[0][1]} in step {step}; lower the rate, "
-                "clip, or skip such steps (`losses.diverged`). This warning appears once."
-            )
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):

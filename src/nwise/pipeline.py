@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.compiled import allow_several_passes
-from nwise.losses import Divergence, Losses
+from nwise.losses import Losses
 from nwise.microbatch import BatchDim, Weight
 from nwise.modes import evaluating
 from nwise.program import arguments
@@ -81,7 +81,6 @@ class Pipeline(Program):
         processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
         recorder: None, or a function called with each action's step, action, begin and end (on a GPU: of its launch).
         on_action: None, or a function called with each `Action` that `step` has executed.
-        warns_of_divergence: whether `step` warns, once, of a loss that is not finite.
 
     Raises:
         ValueError, TypeError: the arguments do not fit together; raised before any tensor work.
@@ -131,7 +130,6 @@ class Pipeline(Program):
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
-        self.warns_of_divergence, self._divergence = True, Divergence()
         self._input_asks = False
         self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
@@ -250,8 +248,6 @@ class Pipeline(Program):
         self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
         if self._observer is not None:
             self._observer.look()
-        if self.warns_of_divergence:
-            self._divergence.look(number, results.means, ran)
         return Losses(results.means, ran, processes.here)
 
     def drain(self) -> bool:

@@ -49,7 +49,6 @@ class NonFiniteGuard:
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
         self._pipe, self._policy, self._report = pipe, policy, report
         self._follow(pipe.strategy)
-        pipe.warns_of_divergence = False  # this guard reports it
         self._buffers: dict[Tensor, Tensor] = {}
 
     def _follow(self, strategy: Strategy) -> None:
