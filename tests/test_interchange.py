@@ -13,8 +13,8 @@ from torch.distributed.pipelining import schedules as torchs
 
 import nwise
 from nwise.app import cli
+from nwise.app.report.interchange import read_csv, write_csv
 from nwise.schedule import Costs, baseline, best, simulate, timed, validate
-from nwise.schedule.interchange import read_csv, write_csv
 
 COSTS = Costs(1, 0, 1, 1)
 
@@ -124,13 +124,6 @@ def test_both_formats_of_torch_are_one_schedule(tmp_path: Path) -> None:
     assert read_csv(texts[0]) == read_csv(texts[1])
 
 
-def test_csv_with_a_mark_at_its_start_and_csv_that_is_none() -> None:
-    text = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1"
-    assert read_csv("\ufeff" + text) == read_csv(text)
-    with pytest.raises(ValueError, match="A schedule should be in CSV format. Found: field larger than"):
-        read_csv("x" * 140_000)
-
-
 def test_torch_reads_what_nwise_writes(tmp_path: Path) -> None:
     path = tmp_path / "s.csv"
     found = baseline("zb-v", num_stages=4, num_ranks=2, num_microbatches=6, costs=COSTS)
@@ -161,10 +154,8 @@ def test_schedule_from_csv_computes_the_gradients(tmp_path: Path) -> None:
         ("0F0,0X0", r"A cell should be a stage, one of F, I, W, B, and a micro-batch, like 0F0. Found '0X0'"),
         ("0F0,0B0\n0F1,0B1", "A stage should be on one rank. Found stage 0 on 0 and 1"),
         ("0F0,0B0\n1F0,1I0", r"Found no W1\(0\)"),
-        ("", "every stage and micro-batch, 4096 of each at most. Found 0 of 0 stages and 0 micro-batches"),
         ("0F0,2F0", "Found 2 of 3 stages and 1 micro-batches"),
         ("0F99999,0B99999", "Found 1 of 1 stages and 100000 micro-batches"),
-        ("0F0\n1F0,1B0", r"Found no W0\(0\)"),
         ("0B0,0F0\n1F0,1B0", r"Found W0\(0\) without the activation|deadlock|before"),
     ],
 )
@@ -194,14 +185,8 @@ def test_csv_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     odd = path.rename(tmp_path / "[a[" / "b].csv")
     assert cli.run(["schedule", "--csv", str(odd), "--costs", "1,0,1,1", "--lists"]) == 0
     assert capsys.readouterr().out.count("b].csv") == 2
-    path = odd.rename(path)
-    assert cli.run(["schedule", "--csv", str(tmp_path / "none.csv")]) == 2
-    assert "`csv` should be a file. Found none at" in capsys.readouterr().err
-    assert cli.run(["schedule", "--csv", str(path), "--ranks", "3"]) == 2
+    assert cli.run(["schedule", "--csv", str(odd), "--ranks", "3"]) == 2
     assert "`ranks` should not be given with `csv`, whose file has one. Found 3" in capsys.readouterr().err
-    (tmp_path / "latin.csv").write_bytes(b"\xff")
-    assert cli.run(["schedule", "--csv", str(tmp_path / "latin.csv")]) == 2
-    assert "`csv` should be a file in UTF-8" in capsys.readouterr().err
     assert cli.run(["schedule", "--strategy", "2-wise", "--out", str(tmp_path / "new" / "2-wise.csv")]) == 2
     assert "should be end-to-end" in capsys.readouterr().err
     assert not (tmp_path / "new").exists(), "nothing is written"

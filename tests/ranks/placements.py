@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import nwise
+from nwise.app.report.interchange import read_csv
 from nwise.schedule import best
-from nwise.schedule.interchange import read_csv
 from nwise.schedule.named import Order
 from nwise.schedule.orders import TYPICAL
 from ranks.common import batches, closed, digests, make_optimizer, pipeline, write

@@ -20,7 +20,6 @@ Read the folder in this order:
     simulation, validation  times of a run; checks before a run
     baselines, paper        end-to-end pipelines and the paper's formula, for comparison
     assign, partitions      stages of equal work, and on devices of unequal speed
-    interchange             schedules of torch, as CSV
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
 costs: one column per slot, two mini-batches, the first from an empty pipeline. A head costs nothing and comes right after its

@@ -20,11 +20,11 @@ from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pict
 from nwise.app.report.figures import check_format, flow_figure
 from nwise.app.report.grid import Picture, chrome_trace, legend, schedule_figure, terminal_grid
 from nwise.app.report.html import plotly
+from nwise.app.report.interchange import read_csv, write_csv
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
 from nwise.schedule import BASELINES, Timed, timed
 from nwise.schedule.baselines import timed_method
-from nwise.schedule.interchange import read_csv, write_csv
 from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
 

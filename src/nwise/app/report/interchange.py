@@ -8,15 +8,11 @@ Two actions that torch overlaps, such as ``(0F4;3B1)OVERLAP_F_B``, are taken one
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 
 from nwise.flow import flows_for
-from nwise.schedule.actions import Action, Kind
-from nwise.schedule.schedule import Schedule, arrange
-from nwise.schedule.validation import validate
+from nwise.schedule import Action, Kind, Schedule, arrange, validate
 from nwise.strategies import EndToEnd
 
 __all__ = ["read_csv", "write_csv"]
@@ -42,13 +38,8 @@ def read_csv(text: str, name: str = "csv") -> Schedule:
     >>> print(*schedule.work[1])
     F1(0) H1(0) B1(0.0) F1(1) H1(1) B1(1.0) U1
     """
-    # Some files begin with a byte order mark.
-    reader = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-    try:
-        lines = list(reader)
-    except csv.Error as error:
-        raise ValueError(f"A schedule should be in CSV format. Found: {error}.") from error
-    rows = [[cell for text in row for cell in _cells(text)] for row in lines if row]
+    lines = text.removeprefix("\ufeff").splitlines()  # some files begin with a byte order mark
+    rows = [[cell for text in line.split(",") for cell in _cells(text)] for line in lines if line]
     placement: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for stage, _, _ in row:
@@ -92,15 +83,12 @@ def write_csv(schedule: Schedule) -> str:
     """
     if schedule.flows != flows_for(EndToEnd(), schedule.num_stages, schedule.num_microbatches) or schedule.oldest:
         raise ValueError("A schedule should be end-to-end and without delay to be written as CSV. Found another one.")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    lines = []
     for actions in schedule.work:
-        named = [
-            (a.stage, "B" if a.stage == 0 and a.kind is Kind.WEIGHT_GRAD else a.kind.value, a.microbatch)
-            for a in actions
-        ]
-        writer.writerow([f"{stage}{kind}{m}" for stage, kind, m in named if kind in "FIWB"])
-    return text.getvalue()
+        kinds = ["B" if a.stage == 0 and a.kind is Kind.WEIGHT_GRAD else a.kind.value for a in actions]
+        named = zip(actions, kinds, strict=True)
+        lines.append(",".join([f"{a.stage}{kind}{a.microbatch}" for a, kind in named if kind in "FIWB"]) + "\n")
+    return "".join(lines)
 
 
 def _cells(text: str) -> list[tuple[int, str, int]]:
