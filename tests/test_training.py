@@ -32,7 +32,6 @@ from nwise.app.recipes import (
     recipe,
     to_json,
 )
-from nwise.app.report.card import card_files
 from nwise.app.training import (
     Callback,
     CheckpointPolicy,
@@ -266,10 +265,6 @@ def test_interrupted_run_saves_usable_weights(tmp_path: Path) -> None:
     weights = run.weights()
     assert torch.equal(weights["model.output.1.weight"], main_state(trainer.pipe)["output.1.weight"])
     assert run.weights_step == trainer.pipe.steps == 30
-    with pytest.raises(
-        ValueError, match="tested after step 30, whose weights it has. Found the last test after step 22; resume"
-    ):
-        card_files(run, tmp_path / "net.safetensors")
 
 
 class StopsInTest(Callback):

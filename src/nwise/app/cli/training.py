@@ -19,9 +19,8 @@ from rich.table import Column, Table
 from nwise.app.cli.output import FAILED, INTERRUPTED, OK, STOPPED, UNWRITTEN, Output, heading, note, print_json
 from nwise.app.recipes import RECIPES, Digits, Recipe, to_json
 from nwise.app.recipes.config import FLAT
-from nwise.app.records import json_line, write_text
+from nwise.app.records import json_line
 from nwise.app.report import compare as comparison
-from nwise.app.report.card import card_files
 from nwise.app.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
 from nwise.app.report.figures import check_format
 from nwise.app.report.loggers import LoggerName, loggers
@@ -255,15 +254,13 @@ class ExportCommand:
     """Folder of the run."""
     out: Path | None = None
     """File to write: .safetensors, or .pt, .pth, .bin for `torch.load`; default: model.safetensors in the run's folder."""
-    card: bool = False
-    """Also write a model card (README.md) and the recipe (config.json) beside a .safetensors file."""
 
     def run(self, console: Output) -> None:
         run = Run.open(self.folder)
         out = self.out or self.folder / "model.safetensors"
-        if out.suffix not in (".safetensors", *(() if self.card else _TORCH_SUFFIXES)):
-            others = " with `--card`" if self.card else f", or, for torch.load, in {', '.join(_TORCH_SUFFIXES)}"
-            raise ValueError(f"`out` should end in .safetensors{others}. Found {str(out)!r}.")
+        if out.suffix not in (".safetensors", *_TORCH_SUFFIXES):
+            others = ", ".join(_TORCH_SUFFIXES)
+            raise ValueError(f"`out` should end in .safetensors, or, for torch.load, in {others}. Found {str(out)!r}.")
         main = under(run.weights(), "model.")
         if out.exists() and not out.is_file():
             raise ValueError(f"`out` should be a file. Found {out}, which is not a file; give another path.")
@@ -272,7 +269,6 @@ class ExportCommand:
         if not main:
             found = "Found none under 'model.'; train again."
             raise ValueError(f"{self.folder} should hold weights of a main network. {found}")
-        files = card_files(run, out) if self.card else {}
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix in _TORCH_SUFFIXES:
             with replacing(out) as partial, partial.open("wb") as file:
@@ -281,9 +277,6 @@ class ExportCommand:
             save_tensors(main, out)
         size = sum(tensor.numel() for tensor in main.values())
         console.say(f"{out}: {len(main)} tensors, {size:,} values")
-        for path, text in files.items():
-            write_text(path, text)
-            console.say(str(path))
 
 
 @dataclass(frozen=True, kw_only=True)
