@@ -327,7 +327,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
 
 
 def test_stop_breaks_off_a_test_on_all_ranks_after_the_same_batch(tmp_path: Path) -> None:
-    """A process test, as ranks agree on the batch once a second. The lines of the tests are those of one process.
+    """A process test, as ranks tell one another once a second. The lines of the tests are those of one process.
 
     Regression: a stop waited for the end of the test, and the lines had losses of an earlier step than those of one process.
     """

@@ -21,7 +21,7 @@ CONFIG = dataclasses.replace(
 
 
 class Stops(Callback):
-    """Makes a test so slow that all ranks can agree, and asks for the stop on rank 1."""
+    """Makes a test last for seconds, and asks for the stop on rank 1."""
 
     def started(self, trainer: Trainer) -> None:
         self.trainer, self.batches = trainer, 0

@@ -249,9 +249,6 @@ class Processes:
             facts: everything to compare, with a `repr` that is the same in every process.
         """
 
-    def set_beat(self, on_beat: Callable[[Any], None]) -> None:
-        """Call a function every second, in a thread, with a store that all ranks share; never for one process."""
-
     def before_close(self, action: Callable[[], None]) -> None:
         """Run an action in `close`, once all ranks are there."""
 
@@ -279,7 +276,7 @@ class Copied(Processes):
         vars(self).update(facts)
 
     gather = post = posted = connect = sums = collect = send = receive = mail = cast(Any, _refuse)
-    new_group = begin = watched = compare = set_beat = before_close = cast(Any, _refuse)
+    new_group = begin = watched = compare = before_close = cast(Any, _refuse)
 
 
 def join(num_stages: int, placement: str | Sequence[int], mesh: DeviceMesh | None, timeout: float | None) -> Processes:

@@ -98,9 +98,6 @@ class Watchdog:
         doing: function that returns the present action of this rank; None between steps.
         clock: function that returns the time in seconds; default: that of `Doing.since`.
         calls: calls of this rank that all ranks make; default: none yet.
-
-    Attributes:
-        on_beat: None, or a function called every second in the watch's thread, with a store shared by all ranks.
     """
 
     def __init__(
@@ -131,8 +128,6 @@ class Watchdog:
         self._tells = False  # whether this rank reports its own error
         self._reporting = threading.Lock()  # three threads may try to report
         self._closed = threading.Event()
-        # `on_beat` gets a store that only the watch's thread uses.
-        self.on_beat: Callable[[Any], None] | None = None
         self._beats = itertools.count()
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._live)]
 
@@ -236,8 +231,6 @@ class Watchdog:
         with suppress(RuntimeError):  # the store has ended, which the other thread reports
             while not self._closed.wait(_BEAT) and not self._failure:
                 self._beat()
-                if self.on_beat is not None:
-                    self.on_beat(self._store)
                 self._check_self()
                 self._check_next()
 

@@ -284,9 +284,6 @@ class World(Processes):
     def compare(self, name: str, facts: Any) -> None:
         self._settings = name, derive(repr(facts))
 
-    def set_beat(self, on_beat: Callable[[Any], None]) -> None:
-        self.watch.on_beat = on_beat
-
     def before_close(self, action: Callable[[], None]) -> None:
         self._on_close.append(action)
 

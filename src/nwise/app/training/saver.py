@@ -1,4 +1,4 @@
-"""When a run writes a checkpoint, and how it resumes from one."""
+"""When a run writes a checkpoint or stops, and how it resumes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nwise.app.training.optimizers import Phase
 from nwise.checkpoint import CheckpointInfo, Checkpoints, check_facts
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
+from nwise.runtime.processes import Processes
 
 _RUN_FACTS = {"rate": dict[str, float], "seconds": float, "best": float, "config": dict[str, object]}
 
@@ -38,6 +39,41 @@ class CheckpointPolicy:
         if not 0 <= self.checkpoint_minutes < 1e6:
             raise ValueError(f"`checkpoint_minutes` should be from 0 to a million. Found {self.checkpoint_minutes}.")
         check_at_least(1, keep=self.keep)
+
+
+class Requests:
+    """What a run is asked to do, such as to stop; all processes do it at the same call of `due`.
+
+    They call it before each step, and after each batch of an evaluation. About once a second they tell one another what each was
+    asked, and wait for each other.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._asked: list[str] = []
+        self._calls = 0
+        self._next = 1  # the call at which the processes tell one another again
+        self._told = 0, time.monotonic()  # the call at which they last did, and when it ended
+
+    def ask(self, what: str) -> None:
+        """Let `due` return a word in all processes, soon; safe in a signal handler."""
+        if what not in self._asked:
+            self._asked.append(what)
+
+    def due(self) -> list[str]:
+        """Return the words that any process was asked, the same in all processes."""
+        self._calls += 1
+        if self._processes.size > 1 and self._calls < self._next:
+            return []
+        asked, self._asked = self._asked, []
+        if self._processes.size == 1:
+            return asked
+        (call, end), now = self._told, time.monotonic()
+        told = self._processes.gather("requests", [asked, (now - end) / (self._calls - call)])
+        # Each rank has measured other steps, so rank 0's decide when a second will have passed.
+        self._next = self._calls + max(1, int(1 / max(told[0][1], 1e-3)))
+        self._told = self._calls, time.monotonic()
+        return sorted({what for words, _ in told for what in words})
 
 
 class Saver:

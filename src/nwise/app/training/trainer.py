@@ -15,14 +15,13 @@ from torch import Tensor
 
 from nwise.app.data import Images, Tokens, batch_indices, batches, steps_per_epoch
 from nwise.app.recipes import Recipe, in_force, spans, to_json
-from nwise.app.training.agreement import Agreement
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Scores, evaluate
 from nwise.app.training.log import StepLog, TimelineRecorder
 from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
-from nwise.app.training.saver import CheckpointPolicy, Saver
+from nwise.app.training.saver import CheckpointPolicy, Requests, Saver
 from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
@@ -75,7 +74,7 @@ class Trainer:
         self.num_parameters = tuple(map(sum, zip(*counts, strict=True)))  # main network, heads
         self._log = StepLog(self.pipe)
         self._timeline: TimelineRecorder | None = None
-        self._agreement = Agreement(self.pipe.processes)
+        self._requests = Requests(self.pipe.processes)
         self._saver: Saver | None = None
         self._actual: Callable[[], AbstractContextManager[None]] = nullcontext  # around what looks at the weights
         self._losses = torch.full((self.pipe.num_stages,), torch.nan)  # the latest, for display
@@ -143,7 +142,7 @@ class Trainer:
 
     def stop(self) -> None:
         """Make all processes finish a step, write a checkpoint and raise `StoppedError`; safe in a signal handler."""
-        self._agreement.ask("stop")
+        self._requests.ask("stop")
 
     def record_timeline(self, steps: int) -> None:
         """Record some steps of every process once the pipeline is full; ValueError in one process, or if there are too few."""
@@ -275,25 +274,23 @@ class Trainer:
         return batch_indices(len(self.train_data), self.recipe.batch_size, self.recipe.seed, step)
 
     def _do_requests(self, step: int) -> None:
-        """Save or stop before a step that all processes have agreed on."""
+        """Save or stop before a step, if a process asks for it."""
         if self._saver is not None and self.run is not None and self._saver.is_late:
-            self._agreement.ask("save")
-        if self._save_is_due and self._saver is not None:
-            self._saver.save()
+            self._requests.ask("save")
+        asked = self._requests.due()
+        if self._saver is not None and (asked or self._save_is_due):
+            self._saver.save(wait="stop" in asked)
         self._save_is_due = False
-        while (what := self._agreement.due()) is not None:
-            if self._saver is not None:
-                self._saver.save(wait=what == "stop")
-            if what == "stop":
-                raise StoppedError(f"Stopped at step {step}, as requested.")
+        if "stop" in asked:
+            raise StoppedError(f"Stopped at step {step}, as requested.")
 
     def _tested_batch(self, done: int, total: int) -> None:
-        """Break off an evaluation after a batch on which all processes have agreed."""
+        """Break off an evaluation after a batch, if a process asks for it."""
         self._notify("evaluating", done, total)
-        while (what := self._agreement.due()) is not None:
-            if what == "stop":
-                raise StoppedError(f"Stopped at step {self.pipe.steps}, before its test was done, as requested.")
-            self._save_is_due = True  # before the next step
+        asked = self._requests.due()
+        if "stop" in asked:
+            raise StoppedError(f"Stopped at step {self.pipe.steps}, before its test was done, as requested.")
+        self._save_is_due |= bool(asked)  # before the next step
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run for a checkpoint, after writing the records up to it."""
