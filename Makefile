@@ -44,7 +44,7 @@ $(VENV)/.train: pyproject.toml constraints.txt
 # Dependency groups need a newer pip than Python brings.
 $(VENV)/.tools: $(VENV)/.train
 	$(PIP) --upgrade pip
-	$(PIP) --group test --editable '.[app,data,hf,tensorboard,wandb]'
+	$(PIP) --group test --editable '.[app,data,hf]'
 	touch $@
 
 docs: $(VENV)/.tools

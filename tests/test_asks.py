@@ -162,7 +162,7 @@ from nwise.app import cli
 for line in sys.argv[1:]:
     if code := cli.run(line.split()):
         sys.exit(code)
-odd = {"torchvision", "wandb", "trackio", "tensorboard", "transformers", "datasets", "tokenizers", "plotly"} & set(sys.modules)
+odd = {"torchvision", "transformers", "datasets", "tokenizers", "plotly"} & set(sys.modules)
 assert not odd, odd
 """
 

@@ -112,24 +112,6 @@ def test_flow_is_drawn() -> None:
         assert Path(name).stat().st_size > 1000
 
 
-def test_tensorboard_events_are_written() -> None:
-    pytest.importorskip("tensorboard", reason="needs the extra 'tensorboard'")
-    assert cli.run(["train", *NARROW, "--max-steps", "11", "--log-to", "tensorboard"]) == 0
-    assert list(Path("runs/digits-2-wise-001").glob("events.out.tfevents.*"))
-
-
-def test_missing_tensorboard_names_the_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the message said that torch is not installed."""
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert cli.run(["train", "--log-to", "tensorboard"]) == 2
-    needs = "`--log-to tensorboard` needs tensorboard, which is not installed. Install it with `pip install 'nwise[tensorboard]'`"
-    assert needs in capsys.readouterr().err
-
-
 def test_export_to_an_unwritable_path_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +169,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["exits", "runs/x"], "Found 'exits'. Choose thresholds in a script, as `examples/exits.py` does"),
+        (["train", "--log-to", "wandb"], "should log by a callback of yours \\(docs/looking.md\\). Found `--log-to`"),
         (["tran"], "A command should be one of .*Found 'tran'. Did you mean 'train'?"),
         (["train", "digit"], "A recipe should be one of .*Found 'digit'. Did you mean 'digits'?"),
         (

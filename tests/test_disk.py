@@ -97,8 +97,8 @@ def test_pending_writes_finish_when_disk_has_room_again(small_disk: Path) -> Non
 def test_train_command_on_full_disk_ends_in_one_sentence(
     stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    callbacks = [Fills(small_disk, after=2), *([Stops(after=45)] if stop else [])]
-    monkeypatch.setattr("nwise.app.cli.training.loggers", lambda names: callbacks)
+    callbacks = (Fills(small_disk, after=2), *([Stops(after=45)] if stop else []))
+    monkeypatch.setattr("nwise.app.report.display.PlainDisplay.with_forecast", callbacks)
     code = command(
         ["train", "digits", *OPTIONS, "--max-steps", "50", "--checkpoint-every", "20", "--runs", str(small_disk)]
     )
@@ -142,8 +142,8 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
 
 def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     text = (
-        "import sys, pathlib\nfrom nwise.app import cli\nimport nwise.app.cli.training as t\nfrom test_disk import Fills\n"
-        "t.loggers = lambda names: [Fills(pathlib.Path(sys.argv[1]), after=2)]\n"
+        "import sys, pathlib\nfrom nwise.app import cli\nfrom nwise.app.report.display import PlainDisplay\n"
+        "from test_disk import Fills\nPlainDisplay.with_forecast = (Fills(pathlib.Path(sys.argv[1]), after=2),)\n"
         f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
         "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"
     )

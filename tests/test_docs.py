@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ import nwise
 from experiments import manual
 from nwise.app import cli
 from nwise.app.cli.dispatch import parse
+from nwise.app.recipes import recipe
+from nwise.app.training import Trainer, new_run
 from nwise.schedule.baselines import BASELINES
 from nwise.schedule.named import ORDERS
 
@@ -40,7 +44,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
 
 
-# Pieces that stand for a loop of the reader's own.
+# Pieces that stand for a loop of the reader's own, or for a package that the tests do not need.
 _SKETCHES = (
     "for x, y in batches",
     "batch(step)",
@@ -48,6 +52,7 @@ _SKETCHES = (
     "result.period",
     "ages = nwise.staleness",
     "next_tokens",
+    "SummaryWriter",
 )
 
 
@@ -73,6 +78,26 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for i, code in enumerate(blocks(page, "python")):
         if not any(sketch in code for sketch in _SKETCHES):
             exec(compile(code, f"{name(page)}, block {i}", "exec"), names)
+
+
+def test_documented_logger_logs_what_the_run_records(tmp_path: Path) -> None:
+    """A callback of the manual, with a writer like TensorBoard's."""
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs" / "looking.md", "python")[0], names)
+    found: dict[tuple[str, int], float] = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: found.update({(name, step): value}))
+    digits = dataclasses.replace(recipe("digits"), max_steps=24, log_every=8)
+    run = new_run(digits, tmp_path)
+    Trainer(digits).train(run, (names["TensorBoard"](writer),))
+    kinds = set()
+    for record in run.metrics():
+        kinds.add(record["kind"])
+        if record["kind"] == "test":
+            assert found["test_accuracy", record["step"]] == record["accuracy"][-1]
+        else:
+            losses = {k: loss for k, loss in enumerate(record["loss"]) if loss is not None}
+            assert {k: found[f"train_loss/stage_{k}", record["step"]] for k in losses} == losses
+    assert kinds == {"train", "test"}
 
 
 def test_documented_examples_compile() -> None:

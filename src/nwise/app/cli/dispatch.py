@@ -25,6 +25,7 @@ from nwise.runtime.world import tell_all
 
 __all__ = ["execute"]
 
+# Commands of 0.2, and what to do instead.
 _GONE = {"exits": " Choose thresholds in a script, as `examples/exits.py` does."}
 
 
@@ -37,6 +38,8 @@ def dispatch(name: str, arguments: list[str]) -> int:
             raise ValueError(f"A command should be one of {', '.join(COMMANDS)}. Found {name!r}.{meant}")
         if launched() and name != "train":
             raise ValueError(f"`nwise {name}` should be run in one process. Found several; start it without torchrun.")
+        if "--log-to" in arguments:
+            raise ValueError(f"`nwise {name}` should log by a callback of yours (docs/looking.md). Found `--log-to`.")
         return parse(name, arguments)
 
     return execute(f"nwise {name}", command)

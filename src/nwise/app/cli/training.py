@@ -23,7 +23,6 @@ from nwise.app.records import json_line
 from nwise.app.report import compare as comparison
 from nwise.app.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
 from nwise.app.report.figures import check_format
-from nwise.app.report.loggers import LoggerName, loggers
 from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
 from nwise.app.training.run import numbered, versions
 from nwise.checkpoint import replacing, save_tensors, under
@@ -46,8 +45,6 @@ class TrainCommand:
     """Name of a recipe (`nwise recipes` lists them)."""
     runs: Path = Path("runs")
     """Parent folder of the run's folder."""
-    log_to: tuple[LoggerName, ...] = ()
-    """Other loggers: tensorboard (events in the run's folder), wandb (offline unless WANDB_MODE says otherwise), trackio."""
     timeline: int = 0
     """Number of steps whose timeline to record for `nwise report`; needs several processes (torchrun)."""
     json: bool = False
@@ -70,15 +67,13 @@ class TrainCommand:
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.processes.is_first  # rank 0 writes and draws for all
         display = display_for(console) if is_first and not self.json else None
-        callbacks = [*(display.with_forecast if display else ()), *(loggers(self.log_to) if is_first else ())]
+        callbacks = display.with_forecast if display else ()
         run = (resumed or new_run(self.config, self.runs)) if is_first else None
         acknowledge = write_at_once if display is None else display.stopping
         try:
             with stopping(trainer, acknowledge if is_first else None):
                 restart = self.resume is None
-                scores = trainer.train(
-                    run, tuple(callbacks), self.policy, resume=resumed is not None, allow_restart=restart
-                )
+                scores = trainer.train(run, callbacks, self.policy, resume=resumed is not None, allow_restart=restart)
         except StoppedError as error:
             if run is not None:
                 lost = f" Not written: {_missing(trainer.unwritten)}." if trainer.unwritten else ""
