@@ -3,7 +3,7 @@
     python -m benchmarks.digests 8ac1ede2
 
 checks the revision out into a folder of its own, runs `driver` of this checkout there and here, and compares the hashes of
-gradients after each step, of weights, buffers, losses and the states of random generators, and the lists and periods of schedules.
+gradients after each step, of weights, buffers, losses and the states of random generators, and lists and periods of schedules.
 It prints the rows that differ, and ends with 1 if there are any that `GONE` does not name.
 """
 
@@ -81,7 +81,9 @@ def report(found: Rows, total: int, patterns: Mapping[str, str]) -> int:
     """Print the rows that differ; return how many of them no pattern names."""
     reasons = {name: next((why for one, why in patterns.items() if fnmatch(name, one)), "") for name in found}
     for name, kinds in found.items():
-        print(f"{'meant  ' if reasons[name] else 'DIFFERS'} {name}: {kinds if isinstance(kinds, dict) else ', '.join(kinds)}")
+        print(
+            f"{'meant  ' if reasons[name] else 'DIFFERS'} {name}: {kinds if isinstance(kinds, dict) else ', '.join(kinds)}"
+        )
     for why in dict.fromkeys(filter(None, reasons.values())):
         print(f"meant: {why} ({sum(reason == why for reason in reasons.values())} rows)")
     unmeant = sum(not why for why in reasons.values())
@@ -112,7 +114,7 @@ def main(
         try:
             found: Rows = {}
             total = 0
-            for part, size in [(part, size) for part in parts for size in (sizes if part == "ranks" else (1,))]:
+            for part, size in [(one, size) for one in parts for size in (sizes if one == "ranks" else (1,))]:
                 with ThreadPoolExecutor(2 if size == 1 else 1) as pool:
                     runs = [pool.submit(digests, source, part, size, only, problems) for source in (there, ROOT)]
                     before, now = (run.result() for run in runs)

@@ -37,7 +37,17 @@ STRATEGIES = (
     "rotating-2-microbatch", "end-to-end-delay-1", "2-wise-delay-2", "rotating-2-delay-1", "hogwild", "2-wise-hogwild",
     "hogwild-forward", "hogwild-forward-least",
 )  # fmt: skip
-VARIANTS = ("recompute", "autocast", "batch norm", "deferred", "frozen", "names", "inject", "shared head", "bf16 messages")
+VARIANTS = (
+    "recompute",
+    "autocast",
+    "batch norm",
+    "deferred",
+    "frozen",
+    "names",
+    "inject",
+    "shared head",
+    "bf16 messages",
+)
 PLACEMENTS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "contiguous": lambda size: tuple(k * SIZE // size for k in range(size)),
     "interleaved": lambda size: tuple(k % SIZE for k in range(size)),
@@ -171,7 +181,7 @@ def alone() -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
     ):
         sizes = [7, 7, 7, 5, 7]
         name = f"{strategy}, {order}, A = {a}, M = {m}"
-        yield name, lambda s=strategy, o=order, a=a, m=m: train(make(s, a, m, "", schedule=o), sizes)  # type: ignore[misc]
+        yield name, lambda s=strategy, o=order, a=a, m=m, b=sizes: train(make(s, a, m, "", schedule=o), b)  # type: ignore[misc]
     for strategy, variant, order in itertools.product(STRATEGIES, VARIANTS, ("depth-first", "zero-bubble")):
         name = f"{strategy}, {variant}, {order}"
         yield name, lambda s=strategy, v=variant, o=order: train(make(s, 4, 2, v, schedule=o), [8] * 5, v)  # type: ignore[misc]
@@ -189,9 +199,11 @@ def ranks() -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         size = 2 * SIZE
         options = {"placement": PLACEMENTS[placement](size), "schedule": order}
         name = f"{strategy}, {placement}, M = {m}, {order}, {variant or 'plain'}"
-        yield name, lambda s=strategy, m=m, v=variant, o=options: train(make(s, size, m, v, **o), [8, 8, 6, 8, 8])  # type: ignore[misc]
+        yield name, lambda s=strategy, m=m, v=variant, o=options: train(make(s, 2 * SIZE, m, v, **o), [8, 8, 6, 8, 8])  # type: ignore[misc]
     if SIZE == 4:
-        for strategy, m, variant in itertools.product(STRATEGIES, (1, 2), ("", "deferred", "recompute", "bf16 messages")):
+        for strategy, m, variant in itertools.product(
+            STRATEGIES, (1, 2), ("", "deferred", "recompute", "bf16 messages")
+        ):
             name = f"{strategy}, two replicas, M = {m}, {variant or 'plain'}"
             yield name, lambda s=strategy, m=m, v=variant: train(make(s, 2, m, v), [8, 8, 9, 8, 8])  # type: ignore[misc]
 
@@ -210,7 +222,10 @@ def orders() -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         schedule = choose(order, flows, tuple(k * ranks // a for k in range(a)), strategy_ages(rule, flows))
         text = repr([[str(action) for action in actions] for actions in schedule.actions])
         costs = Costs(1, 0.25, 1, 1, latency=0.05)
-        return {"lists": hashlib.sha256(text.encode()).hexdigest()[:16], "period": f"{timed(schedule, costs).period:.9g}"}
+        return {
+            "lists": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "period": f"{timed(schedule, costs).period:.9g}",
+        }
 
     def period(seed: int) -> dict[str, str]:
         draw = random.Random(seed)
