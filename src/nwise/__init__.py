@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from nwise.strategies import strategy as strategy
     from nwise.training.clip import clip_grad_norm_ as clip_grad_norm_
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # The submodule that each name comes from.
 _PLACES = {
