@@ -89,7 +89,7 @@ def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     assert device.free == pytest.approx(arrives.item() + 3 * slot, abs=1e-9)
     torch.testing.assert_close((back, sent), (gradient @ module.weight, torch.tensor([device.free + latency]).double()))
     before = device.free
-    assert stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape) == ()
+    stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape)
     torch.testing.assert_close(module.weight.grad, gradient.T @ x)
     assert device.free == pytest.approx(before + slot, abs=1e-9)
 

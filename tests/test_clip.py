@@ -52,3 +52,17 @@ def test_clip_follows_a_switch() -> None:
         return [p.detach() for p in pipe.parameters()]
 
     assert all(map(torch.equal, train(anew=False), train(anew=True)))
+
+
+def test_clipping_returns_the_norms_of_torch() -> None:
+    pipe = pipeline(3, "2-wise-mean", 1).double()
+    x, y = batches(1)[0]
+    pipe.step(x.double(), target=y)
+    gradients = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    norm = nwise.clip_grad_norm_(pipe, 0.05)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(gradients), rtol=1e-12, atol=0)
+    for gradient, clipped in zip(gradients, (p.grad for p in pipe.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(clipped, gradient * (0.05 / (norm + 1e-6)), rtol=1e-12, atol=1e-15)
+    norms = nwise.clip_grad_norm_(pipe, 1.0, by="stage")
+    assert norms.shape == (3,)
+    torch.testing.assert_close(norms.square().sum().sqrt(), torch.tensor(0.05).double(), rtol=1e-4, atol=0)

@@ -28,9 +28,9 @@ def layers(count: int, depth: int = 1) -> list[nn.Module]:
 
 
 def pipeline(strategy: str | nwise.Strategy, num_stages: int, depth: int = 1, m: int = 1) -> nwise.Pipeline:
-    return nwise.Pipeline(
-        layers(num_stages, depth), layers(num_stages - 1), lambda y, target: y.square().mean(), strategy, m
-    )
+    stages, heads = layers(num_stages, depth), layers(num_stages - 1)
+    # The check of the first step would run more forwards and passes than the step itself, which is counted here.
+    return nwise.Pipeline(stages, heads, lambda y, target: y.square().mean(), strategy, m, checks="never")
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -79,8 +79,7 @@ def test_backward_calls_and_messages(strategy: str, num_microbatches: int, monke
         freed.append(not retain_graph)
         add_gradients(roots, seeds, leaves, retain_graph=retain_graph)
 
-    for place in ("stage", "guard"):
-        monkeypatch.setattr(f"nwise.stage.{place}.add_gradients", counting)
+    monkeypatch.setattr("nwise.stage.stage.add_gradients", counting)
     actions: list[Action] = []
     pipe.on_action = actions.append
     pipe.step(torch.randn(7, WIDTH))
@@ -132,10 +131,16 @@ class Alive(nn.Module):
 
 @pytest.mark.parametrize(("strategy", "expected"), [("local", 1), ("2-wise", 2), ("3-wise", 3), ("end-to-end", 8)])
 def test_n_wise_keeps_the_activations_of_n_stages(strategy: str, expected: int) -> None:
+    def loss(y: Tensor, target: Tensor | None) -> Tensor:
+        return y.mean() if target is None else (y @ target).mean()
+
     Alive.alive, Alive.peak = set(), 0
-    pipe = nwise.Pipeline([Alive(k) for k in range(8)], layers(7), lambda y, target: y.mean(), strategy, 2)
+    pipe = nwise.Pipeline([Alive(k) for k in range(8)], layers(7), loss, strategy, 2)
     pipe.step(torch.randn(BATCH, WIDTH))
     assert Alive.peak == expected
+    assert not Alive.alive
+    with pytest.raises(RuntimeError, match="shape"):
+        pipe.step(torch.randn(BATCH, WIDTH), target=torch.randn(BATCH, WIDTH + 1))
     assert not Alive.alive
 
 
@@ -147,17 +152,6 @@ def test_stage_inputs_without_needed_gradient_are_not_tracked(strategy: str, exp
         stage.register_forward_pre_hook(lambda module, args: tracked.append(args[0].requires_grad))
     pipe.step(torch.randn(BATCH, WIDTH))
     assert tracked == expected
-
-
-def test_step_frees_activations_even_after_an_error() -> None:
-    pipe = pipeline("3-wise", 4)
-    pipe.step(torch.randn(BATCH, WIDTH))
-    assert pipe._pending is not None
-    assert not pipe._pending.engine.tapes
-    with pytest.raises(RuntimeError, match="shape"):
-        pipe.step(torch.randn(BATCH, WIDTH + 1))
-    assert pipe._pending is not None
-    assert not pipe._pending.engine.tapes
 
 
 def test_running_statistics_move_once_per_micro_batch() -> None:

@@ -287,15 +287,6 @@ def test_padding_decides_nothing() -> None:
         pipe.exit(other)
 
 
-@pytest.mark.parametrize("batch_dim", [1, [1, 0], {"x": 1}])
-def test_samples_of_another_dimension_are_refused(batch_dim: Any) -> None:
-    """Regression: with as many positions as samples, positions left one by one as if they were samples."""
-    stages, heads = [nn.Linear(4, 4), nn.Linear(4, 3)], [nn.Linear(4, 3)]
-    pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise-mean", batch_dim=batch_dim)
-    with pytest.raises(ValueError, match=r"samples along dimension 0. Found `batch_dim=.*change the dimensions inside"):
-        pipe.exit(torch.randn(5, 5, 4))
-
-
 def test_outputs_of_positions_instead_of_samples_are_refused() -> None:
     """Regression: an index error of torch."""
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from nwise.app.report.display import PlainDisplay
 from nwise.app.training import Callback, CheckpointPolicy, LearningRate, Run, Scores, StoppedError, Trainer, new_run
 from nwise.checkpoint import gather_weights
 from nwise.training import NonFiniteGuard, NotFiniteError
-from ranks import stopped
-from ranks.common import batches
+from ranks import finite, stopped
+from ranks.common import batches, pipeline
 
 TINY = dataclasses.replace(
     recipe("digits"), model=Mlp(width=16), max_steps=12, batch_size=32, strategy="2-wise", eval_every=0.1, log_every=1
 )
 OPTIONS = ["--max-steps", "12", "--batch-size", "32", "--eval-every", "0.1", "--log-every", "1", "--filters", "4"]
+CONVOLUTIONS = dataclasses.replace(recipe("digits"), max_steps=12, batch_size=32, eval_every=9, channels_last=True)
 ALWAYS = CheckpointPolicy(checkpoint_every=4, keep=99)
 
 
@@ -113,10 +114,12 @@ def test_resume_after_stop_is_bitwise(config: Recipe, after: int, tmp_path: Path
     assert run.status == "done"
 
 
-def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
-    run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run, policy=CheckpointPolicy())
-    longer, whole = (Trainer(dataclasses.replace(TINY, max_steps=20)) for _ in range(2))
+@pytest.mark.parametrize("config", [TINY, CONVOLUTIONS], ids=["mlp", "channels last"])
+def test_resume_extends_a_finished_run(config: Recipe, tmp_path: Path) -> None:
+    """Regression: the file format rejected tensors that are not contiguous, as with channels last."""
+    run = new_run(config, tmp_path)
+    Trainer(config).train(run, policy=CheckpointPolicy())
+    longer, whole = (Trainer(dataclasses.replace(config, max_steps=20)) for _ in range(2))
     longer.train(run, resume=True)
     whole.train()
     assert equal(parameters(longer), parameters(whole))
@@ -124,23 +127,24 @@ def test_resume_extends_a_finished_run(tmp_path: Path) -> None:
     assert json.loads((run.folder / "run.json").read_text())["resumed"][0]["step"] == 12
 
 
-def test_resume_with_fewer_steps_than_done_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "policy", "message"),
+    [
+        ({"max_steps": 5}, CheckpointPolicy(), "should give more than the 12 steps that were done. Found 5"),
+        ({"model": Mlp(width=17), "max_steps": 20}, CheckpointPolicy(), "The network should be that of"),
+        ({}, None, "should hold a checkpoint to resume from. Found none"),
+    ],
+)
+def test_refused_resume_leaves_the_run_unchanged(change: Any, policy: Any, message: str, tmp_path: Path) -> None:
+    """Regression: a run without checkpoints was started over, which deleted its records and weights."""
     run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run, policy=CheckpointPolicy())
-    before = run.metrics()
-    with pytest.raises(ValueError, match="should give more than the 12 steps that were done. Found 5"):
-        Trainer(dataclasses.replace(TINY, max_steps=5)).train(run, resume=True)
-    assert run.metrics() == before
-    assert run.status == "done"
-
-
-def test_resume_with_another_network_leaves_run_unchanged(tmp_path: Path) -> None:
-    run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run, policy=CheckpointPolicy())
+    Trainer(TINY).train(run, policy=policy)
     files = contents(run.folder)
-    with pytest.raises(ValueError, match="The network should be that of"):
-        Trainer(dataclasses.replace(TINY, model=Mlp(width=17), max_steps=20)).train(run, resume=True)
+    with pytest.raises(ValueError, match=message):
+        Trainer(dataclasses.replace(TINY, **change)).train(run, resume=True)
     assert contents(run.folder) == files
+    if policy is None:
+        Trainer(TINY).train(run, resume=True, allow_restart=True)  # as after a restart
 
 
 def test_resume_from_checkpoint_without_trainer_facts_raises(tmp_path: Path) -> None:
@@ -150,33 +154,10 @@ def test_resume_from_checkpoint_without_trainer_facts_raises(tmp_path: Path) -> 
         trainer.train(run, resume=True)
 
 
-def test_intermittent_full_disk_skips_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = iter(range(99))
-
-    def full(descriptor: int) -> None:
-        if next(count) == 1:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    run, trainer = new_run(TINY, tmp_path), Trainer(TINY)
-    with pytest.warns(UserWarning, match="No space left on device. Training continues; the previous checkpoint stays"):
-        trainer.train(run, policy=ALWAYS)
-    assert sorted(p.name for p in (run.folder / "checkpoints").glob("step-*[0-9]")) == [
-        "step-00000008",
-        "step-00000012",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"checkpoint_every": -1}, "`checkpoint_every` should be an integer of at least 0. Found -1"),
-        ({"checkpoint_minutes": -1.0}, "`checkpoint_minutes` should be from 0"),
-        ({"keep": 0}, "`keep` should be an integer of at least 1. Found 0"),
-    ],
-)
-def test_invalid_checkpoint_policy_raises(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("options", [{"checkpoint_every": -1}, {"checkpoint_minutes": -1.0}, {"keep": 0}])
+def test_invalid_checkpoint_policy_raises(options: Any) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"`{name}` should be .* Found {value}"):
         CheckpointPolicy(**options)
 
 
@@ -186,25 +167,6 @@ def test_checkpoint_minutes_saves_by_time(tmp_path: Path) -> None:
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 13  # from before the first step on
 
 
-def test_keep_best_retains_best_checkpoint(tmp_path: Path) -> None:
-    run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run, policy=CheckpointPolicy(keep=1, keep_best=True))
-    tests = {r["step"]: r["loss"][-1] for r in run.metrics() if r["kind"] == "test" and r["step"]}
-    steps = {int(p.name[5:]) for p in (run.folder / "checkpoints").glob("step-*")}
-    assert steps == {12, min(tests, key=lambda step: tests[step])}
-
-
-def test_resume_of_run_without_checkpoints_raises(tmp_path: Path) -> None:
-    """Regression: such a run was started over, which deleted its records and weights."""
-    run = new_run(TINY, tmp_path)
-    Trainer(TINY).train(run)
-    files = contents(run.folder)
-    with pytest.raises(ValueError, match="should hold a checkpoint to resume from. Found none"):
-        Trainer(TINY).train(run, resume=True)
-    assert contents(run.folder) == files
-    Trainer(TINY).train(run, resume=True, allow_restart=True)  # as after a restart
-
-
 def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
     """Regression: the best checkpoint was rewritten without its loss, then removed in favour of the next one."""
     run = new_run(TINY, tmp_path)
@@ -212,17 +174,6 @@ def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
         Trainer(TINY).train(run, (StopsAfterTest(8),), CheckpointPolicy(keep=1, keep_best=True))
     one = run.folder / "checkpoints" / "step-00000008"
     assert json.loads((one / "checkpoint.json").read_text().split("\n")[0])["facts"]["loss"] is not None
-
-
-def test_channels_last_can_be_saved(tmp_path: Path) -> None:
-    """Regression: the file format rejected tensors that are not contiguous."""
-    config = dataclasses.replace(recipe("digits"), max_steps=4, batch_size=32, eval_every=9, channels_last=True)
-    run, longer = new_run(config, tmp_path), dataclasses.replace(config, max_steps=6)
-    Trainer(config).train(run, policy=CheckpointPolicy())
-    again, whole = Trainer(longer), Trainer(longer)
-    again.train(run, resume=True)
-    whole.train()
-    assert equal(parameters(again), parameters(whole))
 
 
 def test_failed_run_keeps_weights_of_last_test(tmp_path: Path) -> None:
@@ -291,33 +242,13 @@ def test_resume_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "`cut` should have numbers of at least 1 whose sum is the network's 4 stages. Found (9,)" in text(capsys)
 
 
-def trained_a_little(runs: Path) -> Callable[[], bool]:
-    """Whether the only run of a folder has done some steps."""
-    return lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl"))
-
-
-# Runs that only a signal ends.
-ENDLESS = ["-m", "nwise", "train", "digits", "--epochs", "1000", "--log-every", "1", "--filters", "4", "--runs"]
-
-
-def test_signal_stops_a_resumable_run(tmp_path: Path) -> None:
-    """A scheduler's signal; `tests/test_cli.py` sends that of Ctrl-C, which has the same handler."""
-    runs = tmp_path / "runs"
-    sender = signal_when(trained_a_little(runs), signal.SIGTERM, tmp_path)
-    done = forked(1, [*ENDLESS, str(runs)], tmp_path)
-    sender.join()
-    assert done.returncode == 75, done.stderr
-    (folder,) = runs.iterdir()
-    assert f"as requested. Resume with `nwise train --resume {folder}`." in done.stderr
-    (one,) = (folder / "checkpoints").glob("step-*")
-    assert command(["train", "--resume", str(folder), "--max-steps", str(int(one.name[5:]) + 2)]) == 0
-
-
 def test_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     """Only one rank gets the signal; all ranks must stop after the same number of steps."""
     runs = tmp_path / "runs"
-    sender = signal_when(trained_a_little(runs), signal.SIGTERM, tmp_path, rank=1)
-    done = forked(2, [*ENDLESS, str(runs), "--cut", "2", "2"], tmp_path)
+    trained = lambda: any(path.read_text().count("train") > 3 for path in runs.glob("*/metrics.jsonl"))  # noqa: E731
+    sender = signal_when(trained, signal.SIGTERM, tmp_path, rank=1)
+    endless = ["--epochs", "1000", "--log-every", "1", "--filters", "4", "--runs", str(runs), "--cut", "2", "2"]
+    done = forked(2, ["-m", "nwise", "train", "digits", *endless], tmp_path)
     sender.join()
     (folder,) = runs.iterdir()
     assert "as requested. Resume with `nwise train --resume" in done.stderr
@@ -345,67 +276,25 @@ def test_stop_breaks_off_a_test_on_all_ranks_after_the_same_batch(tmp_path: Path
 # What is not finite
 
 
-class Breaks(nn.Module):
-    """Gives nan, or a gradient of nan, in chosen calls."""
-
-    def __init__(self, calls: set[int], what: str = "value") -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-        self.calls, self.what, self.count = calls, what, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.linear(x))
-        if torch.is_grad_enabled():
-            self.count += 1
-            if self.count - 1 in self.calls:
-                return y * float("nan") if self.what == "value" else (y * 0).sqrt() + y
-        return y
-
-
-def broken(strategy: str, stage: int, calls: set[int], what: str = "value", microbatches: int = 1) -> nwise.Pipeline:
-    stages: list[nn.Module] = [Breaks(calls if k == stage else set(), what) for k in range(4)]
-    stages[-1] = nn.Sequential(stages[-1], nn.Linear(6, 4))
-    heads = [nn.Linear(6, 4) for _ in range(3)]
-    return nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, microbatches, seed=1)
-
-
-def states(pipe: nwise.Pipeline) -> list[dict[str, Tensor]]:
-    return [{n: t.clone() for n, t in stage.state_dict().items()} for stage in pipe.stages]
-
-
-@pytest.mark.filterwarnings("ignore:With 2 micro-batches")
 def test_on_nan_stop_names_stage_and_micro_batch() -> None:
-    pipe = broken("2-wise", 1, {3}, microbatches=2)
+    pipe = pipeline(4, "2-wise", 2)
     told: list[dict[str, Any]] = []
-    finite = NonFiniteGuard(pipe, "stop", told.append)
+    guard, ignores = NonFiniteGuard(pipe, "stop", told.append), NonFiniteGuard(pipe, "ignore")
     (x, y), *_ = batches(1)
     pipe.step(x, target=y)
-    assert finite() == []
+    assert guard() == []
+    x[-1] = float("nan")
     pipe.step(x, target=y)
-    with pytest.raises(
-        NotFiniteError, match=r"The loss of stage 1's head should be .* Found nan in micro-batch 1 of step 1;"
-    ):
-        finite()
+    assert ignores() == []
+    message = r"The loss of stage 1's head should be .* Found nan in micro-batch 1 of step 1;"
+    with pytest.raises(NotFiniteError, match=message):
+        guard()
     (facts,) = told
     assert (facts["stage"], facts["head"], facts["microbatch"], facts["step"]) == (1, 1, 1, 1)
     assert facts["losses"]["stage 1, micro-batch 1"] == "nan"
     assert {"name", "not_finite", "gradient_not_finite", "gradient_largest"} == set(facts["parameters"][0])
-
-
-def test_on_nan_stop_checks_gradients() -> None:
-    pipe = broken("local", 2, {0}, "gradient")
-    (x, y), *_ = batches(1)
-    assert pipe.step(x, target=y).isfinite().all()
-    with pytest.raises(NotFiniteError, match="The gradient of stage 2 or its head should be a finite number"):
-        NonFiniteGuard(pipe, "stop")()
-
-
-def test_on_nan_ignore_checks_nothing() -> None:
-    pipe = broken("local", 2, {0})
-    finite = NonFiniteGuard(pipe, "ignore")
-    (x, y), *_ = batches(1)
-    pipe.step(x, target=y)
-    assert finite() == []
+    with pytest.raises(ValueError, match="`on_nan` should be stop, skip or ignore. Found 'hope'"):
+        NonFiniteGuard(pipe, "hope")  # type: ignore[arg-type]
 
 
 # A gradient of nan at stage 3 spoils those of the stages that its loss reaches, and what shares a loss with any of them.
@@ -419,30 +308,11 @@ SKIPPED = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "left_out"), SKIPPED.items())
+@pytest.mark.parametrize("strategy", SKIPPED)
 @pytest.mark.parametrize("what", ["gradient", "value"])
-def test_on_nan_skip_skips_stages_sharing_a_loss(strategy: str, left_out: list[int], what: str) -> None:
-    first, _, then = strategy.partition(", then ")
-    pipe = broken(first, 3, {1}, what)
-    update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-    finite = NonFiniteGuard(pipe, "skip")
-    for step, (x, y) in enumerate(batches(3)):
-        if then and step == 1:
-            pipe.strategy = then
-        before = states(pipe)
-        finite.remember()
-        pipe.step(x, target=y)
-        found = finite()
-        update.step()
-        update.zero_grad()
-        same = [k for k, now in enumerate(states(pipe)) if all(torch.equal(now[n], t) for n, t in before[k].items())]
-        assert found == same == (left_out if step == 1 else [])
-    assert all(p.isfinite().all() for p in pipe.parameters())
-
-
-def test_invalid_on_nan_policy_raises() -> None:
-    with pytest.raises(ValueError, match="`on_nan` should be stop, skip or ignore. Found 'hope'"):
-        NonFiniteGuard(broken("local", 0, set()), "hope")  # type: ignore[arg-type]
+def test_on_nan_skip_skips_stages_sharing_a_loss(strategy: str, what: str) -> None:
+    found = finite.trained(strategy, what)
+    assert found == {"left_out": [[], SKIPPED[strategy], []], "same": [[], SKIPPED[strategy], []], "finite": True}
 
 
 def test_non_finite_run_writes_post_mortem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -467,10 +337,10 @@ def test_skipped_steps_are_recorded(tmp_path: Path) -> None:
 def test_on_nan_skip_agrees_across_ranks(tmp_path: Path) -> None:
     ranks = results(4, "finite.py", tmp_path, *SKIPPED)
     for strategy, left_out in SKIPPED.items():
-        found = [one[strategy] for one in ranks]
-        assert [k for k, one in enumerate(found) if one["left_out"][1]] == left_out, strategy
-        assert [one["left_out"][k] for one in found for k in (0, 2)] == [[]] * 8
-        assert all(one["finite"] for one in found)
+        for key in ("left_out", "same"):
+            found = [[k for one in ranks for k in one[strategy][key][step]] for step in range(3)]
+            assert found == [[], left_out, []], (strategy, key)
+        assert all(one[strategy]["finite"] for one in ranks)
 
 
 def test_on_nan_stop_on_one_rank_stops_all(tmp_path: Path) -> None:
@@ -494,7 +364,7 @@ def test_live_tensor_count_is_constant_over_steps() -> None:
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
     gc.freeze()  # millions of objects of other tests, which would be looked through at every step
-    pipe = broken("2-wise", 0, set())
+    pipe = pipeline(4, "2-wise", 1)
     update = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     counts = []
     for x, y in batches(5):
@@ -508,12 +378,7 @@ def test_live_tensor_count_is_constant_over_steps() -> None:
 
 @pytest.mark.slow("two thousand steps, minutes")
 def test_memory_is_constant_over_two_thousand_steps(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "soak.py"
-    out = tmp_path / "soak.jsonl"
-    subprocess.run(
-        [sys.executable, str(script), "--out", str(out)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    records = script("soak.py", tmp_path)
     assert [one["rank"] for one in records] == [0, 1, 2, 3]
     assert all(one["deviation"] < 0.01 for one in records)
 
@@ -528,34 +393,30 @@ def _signals() -> Iterator[None]:
 # Killed
 
 
-@pytest.mark.slow("three runs that are killed and resumed, a minute")
-def test_killed_runs_resume_bitwise(tmp_path: Path) -> None:
-    """Run three of the hundred kills of `benchmarks/faults`; the first one hits during start-up."""
-    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
-    records = kills(script, tmp_path, ["--first", "2", "--runs", "3"])
-    assert [one["identical"] for one in records] == [True] * 3
-    assert len({one["rank"] for one in records}) > 1
-
-
-@pytest.mark.slow("a hundred killed runs, half an hour")
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        # The first one hits during start-up.
+        pytest.param(["--first", "2", "--runs", "3"], marks=pytest.mark.slow("three runs that are resumed, a minute")),
+        pytest.param(["--runs", "100"], marks=pytest.mark.slow("a hundred killed runs, half an hour")),
+    ],
+    ids=["three", "a hundred"],
+)
 @pytest.mark.timeout(3600)
-def test_hundred_killed_runs_resume_bitwise(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "faults" / "kills.py"
-    records = kills(script, tmp_path, ["--runs", "100"])
-    assert [one["identical"] for one in records] == [True] * 100
-    assert any(one["while_writing"] for one in records)
+def test_killed_runs_resume_bitwise(numbers: list[str], tmp_path: Path) -> None:
+    """Run kills of `benchmarks/faults`."""
+    records = script("kills.py", tmp_path, *numbers)
+    assert [one["identical"] for one in records] == [True] * int(numbers[-1])
+    assert len({one["rank"] for one in records}) > 1
+    assert len(records) < 100 or any(one["while_writing"] for one in records)
 
 
-def kills(script: Path, folder: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    out = folder / "kills.jsonl"
+def script(name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The records of a script of `benchmarks/faults`."""
+    path, out = Path(__file__).parents[1] / "benchmarks" / "faults" / name, folder / "records.jsonl"
+    command = [sys.executable, str(path), *arguments, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in out.read_text().splitlines()]
 

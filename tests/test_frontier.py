@@ -70,13 +70,8 @@ def test_width_compares_distances_from_exact_training(monkeypatch: pytest.Monkey
     monkeypatch.setattr("experiments.frontier.experiment.slots", lambda one, latency: "")  # a delay's take seconds
     ends = {"end-to-end": 1.0, "local": 1.3, "2-wise-mean": 1.02, "rotating-2, all heads": 1.02}
     seeds = {"2-wise-mean": 4}
-    runs = Runs(
-        [
-            record
-            for name, end in ends.items()
-            for record in records(width.at(name).name, end, slope=1e-4, seeds=seeds.get(name, 5))
-        ]
-    )
+    made = [records(width.at(name).name, end, slope=1e-4, seeds=seeds.get(name, 5)) for name, end in ends.items()]
+    runs = Runs([record for some in made for record in some])
     claims = {claim.text: claim for claim in width.claims(runs)}
     closer = [
         claims[f"{name} is behind end-to-end by less at width 256 than at 96, equal steps"]
@@ -182,40 +177,31 @@ def test_memory_is_that_of_the_leanest_of_the_fastest(monkeypatch: pytest.Monkey
     assert memory.leanest(arm("muon local"), 0.0, sizes) == pytest.approx((4.0, 37)), "nothing leaner fits"
 
 
-def test_best_rate_at_an_end_of_the_grid_has_a_star() -> None:
-    losses = {"inside": (3.0, 1.0, 2.0), "at the end": (3.0, 2.0, 1.0), "not tried with all": (1.0, 2.0)}
-    runs = Runs(
-        [
-            {"method": method, "part": f"rate {rate:g}", "seed": TRIAL_SEED, "stages": 8, "tests": [{"loss": [loss]}]}
-            for method, column in losses.items()
-            for rate, loss in zip((1, 2, 4), column, strict=False)
-        ]
-    )
-    search = Search(
-        title="Ours", grid=(1, 2, 4), trials={m: lambda rate: arm("muon local").trial(rate) for m in losses}
-    )
+def searched(losses: dict[str, dict[int, Sequence[float | None]]], seeds: Sequence[int]) -> tuple[Search, Runs]:
+    """A search of the rates 1, 2 and 4, and its trials with these losses, by method and seed."""
+    runs = [
+        {"method": method, "part": f"rate {rate:g}", "seed": seed, "stages": 8, "tests": [{"loss": [loss]}]}
+        for method, rows in losses.items()
+        for seed, row in rows.items()
+        for rate, loss in zip((1, 2, 4), row, strict=False)
+    ]
+    trials = {method: lambda rate: arm("muon local").trial(rate) for method in losses}
+    return Search(title="Ours", grid=(1, 2, 4), trials=trials, seeds=tuple(seeds)), Runs(runs)
+
+
+def test_best_rate_has_the_lowest_mean_of_all_seeds_and_a_star_at_an_end() -> None:
+    rows = {"inside": (3.0, 1.0, 2.0), "at the end": (3.0, 2.0, 1.0), "not tried with all": (1.0, 2.0)}
+    search, runs = searched({method: {TRIAL_SEED: row} for method, row in rows.items()}, [TRIAL_SEED])
     assert search.best(runs) == {"inside": 2, "at the end": 4}
-    rows = search.table(runs).splitlines()[2:]
-    assert rows[0] == "| inside | 3.000 | **1.000** | 2.000 |"
-    assert rows[1] == r"| at the end | 3.000 | 2.000 | **1.000** \* |"
-    assert rows[2] == "| not tried with all | 1.000 | 2.000 | – |"
-
-
-def test_best_rate_has_the_lowest_mean_of_all_seeds() -> None:
-    def runs(*seeds: int) -> Runs:
-        losses = {100: (1.0, 1.2, 9.0), 101: (3.0, 1.2, None)}  # None: this run diverged
-        return Runs(
-            [
-                {"method": "ours", "part": f"rate {rate}", "seed": seed, "stages": 8, "tests": [{"loss": [loss]}]}
-                for seed in seeds
-                for rate, loss in zip((1, 2, 4), losses[seed], strict=True)
-            ]
-        )
-
-    trials = {"ours": lambda rate: arm("muon local").trial(rate)}
-    search = Search(title="Ours", grid=(1, 2, 4), trials=trials, seeds=(100, 101))
-    assert search.best(runs(100)) == {}
-    assert search.best(runs(100, 101)) == {"ours": 2}
+    assert search.table(runs).splitlines()[2:5] == [
+        "| inside | 3.000 | **1.000** | 2.000 |",
+        r"| at the end | 3.000 | 2.000 | **1.000** \* |",
+        "| not tried with all | 1.000 | 2.000 | – |",
+    ]
+    losses: dict[int, Sequence[float | None]] = {100: (1.0, 1.2, 9.0), 101: (3.0, 1.2, None)}  # None: it diverged
+    search, runs = searched({"ours": losses}, [100, 101])
+    assert search.best(runs) == {"ours": 2}
+    assert search.best(Runs(runs.records[:3])) == {}
     assert [cell.recipe.seed for cell in search.cells] == [100] * 3 + [101] * 3
 
 
@@ -305,66 +291,49 @@ def test_steps_done_at_a_time() -> None:
     assert clock.work(rotating) == pytest.approx(clock.work(arm("muon rotating-2, all heads")))
 
 
-def test_claims_at_equal_time_credit_the_faster_arm() -> None:
-    """End-to-end and local fall alike per step, so at equal time local leads by the steps that it has done more."""
-    slope = 1 / STEPS
-    runs = Runs(records("muon end-to-end", 2.0, slope) + records("muon local", 2.0, slope))
-    claim = found(runs)["muon, equal time, latency 0: end-to-end is worse than local"]
-    each, local = (clock.slots(arm(f"muon {name}"))[0][1] for name in ("end-to-end", "local"))
-    assert claim.effect == pytest.approx(1 - local / each)
-    assert claim.verdict == "holds"
-    assert found(runs)["muon: local is worse than end-to-end"].effect == pytest.approx(0)
-    assert found(runs)["muon: local is worse than 2-wise-mean"].verdict == "undecided", "2-wise-mean was not run"
+def period(name: str, num_stages: int = 8) -> float:
+    """Slots of a step."""
+    return clock.slots(replace(arm(f"muon {name}"), num_stages=num_stages))[0][1]
 
 
-def test_claims_about_four_stages_take_end_to_end_runs_of_any_cut() -> None:
-    """An end-to-end run learns the same for every cut, but a local one does not; a step has the length of four stages."""
-    slope = 1 / STEPS
-    runs = Runs(records("muon end-to-end", 2.0, slope) + records("muon local, 4 stages", 2.0, slope))
-    claims = found(runs)
-    exact, local = (clock.slots(replace(arm(f"muon {name}"), num_stages=4))[0][1] for name in ("end-to-end", "local"))
-    claim = claims["muon, four stages, equal time, latency 0: end-to-end is worse than local"]
-    assert claim.effect == pytest.approx(1 - local / exact)
-    assert claims["muon, equal time, latency 0: end-to-end is worse than local"].verdict == "undecided", "eight stages"
-    late = Runs(
-        records("muon end-to-end-delay-1, extrapolated", 2.0, slope) + records("muon local, 4 stages", 2.0, slope)
-    )
-    claim = found(late)[
-        "muon, four stages, equal time, latency 1: end-to-end-delay-1, extrapolated is worse than local"
-    ]
-    assert claim.effect == pytest.approx(1 - local / 4.79, abs=0.001)
+BOTH = {"muon end-to-end": 2.0, "muon local": 2.0}
+FOUR = {"muon end-to-end": 2.0, "muon local, 4 stages": 2.0}
+LATE = {"muon end-to-end-delay-1, extrapolated": 2.0, "muon local, 4 stages": 2.0}
+PRICE = {
+    "muon end-to-end": 1.0, "muon end-to-end-delay-1": 1.02, "adam end-to-end": 1.5, "adam end-to-end-delay-1": 1.8,
+}  # fmt: skip
+AHEAD = "equal time, latency 0: end-to-end is worse than local"
+
+
+@pytest.mark.parametrize(
+    ("ends", "text", "effect", "verdict"),
+    [
+        # Both fall alike per step, so at equal time local leads by the steps that it has done more.
+        (BOTH, f"muon, {AHEAD}", lambda: 1 - period("local") / period("end-to-end"), "holds"),
+        (BOTH, "muon: local is worse than end-to-end", lambda: 0, "undecided"),
+        (BOTH, "muon: local is worse than 2-wise-mean", None, "undecided"),
+        # An end-to-end run learns the same for every cut, but a local one does not; a step has the length of four stages.
+        (FOUR, f"muon, four stages, {AHEAD}", lambda: 1 - period("local", 4) / period("end-to-end", 4), "holds"),
+        (FOUR, f"muon, {AHEAD}", None, "undecided"),
+        (
+            LATE,
+            "muon, four stages, equal time, latency 1: end-to-end-delay-1, extrapolated is worse than local",
+            lambda: 1 - period("local", 4) / 4.79,
+            "holds",
+        ),
+        (PRICE, "delay 1 costs Muon less than Adam", lambda: 0.28, "holds"),
+    ],
+)
+def test_claims_of_made_up_records(ends: dict[str, float], text: str, effect: Any, verdict: str) -> None:
+    runs = Runs([record for name, end in ends.items() for record in records(name, end, 1 / STEPS)])
+    claim = found(runs)[text]
+    assert claim.verdict == verdict
+    assert effect is None or claim.effect == pytest.approx(effect(), abs=0.001)
 
 
 def test_number_of_claims_is_that_of_the_protocol() -> None:
     """Holm's correction counts all of them."""
     assert len(experiment.claims(Runs([]))) == 41
-
-
-@pytest.mark.parametrize(
-    ("name", "run"),
-    [
-        ("muon end-to-end-delay-1, extrapolated", "muon end-to-end-delay-1, extrapolated"),
-        ("muon local", "muon local, 4 stages"),
-        ("muon local@half,end-to-end", "muon local@half,end-to-end, 4 stages"),
-    ],
-)
-def test_runs_of_another_cut(name: str, run: str) -> None:
-    assert replace(arm(name), num_stages=4).run_name == run
-    assert arm(name).run_name == name
-    assert arm("muon end-to-end, 1 block").run_name == "muon end-to-end, 1 block"
-
-
-def test_price_of_delay_by_optimizer() -> None:
-    ends = {
-        "muon end-to-end": 1.0,
-        "muon end-to-end-delay-1": 1.02,
-        "adam end-to-end": 1.5,
-        "adam end-to-end-delay-1": 1.8,
-    }
-    runs = Runs([record for name, end in ends.items() for record in records(name, end)])
-    claim = found(runs)["delay 1 costs Muon less than Adam"]
-    assert claim.effect == pytest.approx(0.28, abs=0.01)
-    assert claim.verdict == "holds"
 
 
 def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,9 +369,6 @@ def test_page_and_figures_from_made_up_records(tmp_path: Path, monkeypatch: pyte
     plots.draw_frontier(runs, tmp_path / "medium")
     for name in ("muon", "adam", "muon-four"):
         assert (tmp_path / f"medium-{name}.png").stat().st_size > 10_000
-    monkeypatch.setattr(plots, "_OPTIMIZERS", ())  # whose figures are there
-    plots.draw_frontier(Runs([r for r in runs.records if "4 stages" not in r["method"]]), tmp_path / "few")
-    assert not (tmp_path / "few-muon-four.png").exists(), "end-to-end training alone"
 
 
 def test_size_that_an_experiment_lacks_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,6 +409,11 @@ def test_trials_run_on_withheld_images(search: Search) -> None:
 
 
 def test_arm_names_say_what_differs() -> None:
+    """Only a run of the whole network learns the same for every cut."""
     assert Arm("adam", "local", num_stages=4, head_blocks=2).name == "adam local, 4 stages, heads of 2"
+    assert arm("muon end-to-end, 1 block").run_name == "muon end-to-end, 1 block"
+    for name in ("muon end-to-end-delay-1, extrapolated", "muon local", "muon local@half,end-to-end"):
+        assert arm(name).run_name == name
+        assert replace(arm(name), num_stages=4).run_name == name + ("" if "delay" in name else ", 4 stages")
     with pytest.raises(KeyError):
         arm("adam local, 4 stages, heads of 2")

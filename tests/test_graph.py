@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -65,15 +66,7 @@ def test_needs_follow_the_flow(seed: int) -> None:
     """Over strategies, orders, placements and ages: a pass needs exactly what its cotangent sums, of its own micro-batch."""
     numbers = random.Random(seed)
     a, m = numbers.randint(1, 5), numbers.randint(1, 3)
-    names = [
-        "2-wise",
-        "3-wise-mean",
-        "end-to-end",
-        "deep-supervision",
-        "rotating-2",
-        "rotating-2-microbatch",
-        "blocks-2",
-    ]
+    names = "2-wise 3-wise-mean end-to-end deep-supervision rotating-2 rotating-2-microbatch blocks-2".split()
     strategy = nwise.strategy(numbers.choice(names) + numbers.choice(["", "-delay-1", "-hogwild"]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of more stages in a window than there are
@@ -109,12 +102,8 @@ def test_needs_follow_the_flow(seed: int) -> None:
 
 def test_other_ages_are_those_of_the_graph_made_anew() -> None:
     flows = flows_for(nwise.strategy("3-wise-delay-2"), 4, 2)
-    early, late = (
-        make_schedule(
-            "?", flows, lambda f, t: depth_first(f, t, fuse=False), ages=message_ages(flows, (2,) * 4, when)
-        ).graph
-        for when in ("early", "late")
-    )
+    rule, ages = partial(depth_first, fuse=False), [message_ages(flows, (2,) * 4, when) for when in ("early", "late")]
+    early, late = (make_schedule("?", flows, rule, ages=one).graph for one in ages)
     assert early != late
     assert replace(early, ages=late.ages).aged([a.age for a in late.tasks]) == late
 
@@ -147,21 +136,8 @@ def test_one_process_alternates_between_stages() -> None:
         flows,
         lambda f, t: [tuple(sorted(one, key=lambda a: a.kind is not Kind.FORWARD)) for one in depth_first(f, t)],
     )
-    order = [str(schedule.graph.tasks[task]) for task in merge(schedule.graph, schedule.lists[0])]
-    assert order == [
-        "F0(0)",
-        "F1(0)",
-        "F0(1)",
-        "F1(1)",
-        "H1(0)",
-        "B1(0.0)",
-        "W0(0)",
-        "H1(1)",
-        "B1(1.0)",
-        "W0(1)",
-        "U0",
-        "U1",
-    ]
+    order = " ".join(str(schedule.graph.tasks[task]) for task in merge(schedule.graph, schedule.lists[0]))
+    assert order == "F0(0) F1(0) F0(1) F1(1) H1(0) B1(0.0) W0(0) H1(1) B1(1.0) W0(1) U0 U1"
     flows = flows_for(nwise.NWise(2), 3, 1)
     one = make_schedule("?", flows, depth_first, (0, 0, 0)).actions[0]
     assert " ".join(map(str, one)) == "F0(0) F1(0) H1(0) I1(0.0) W0(0) F2(0) H2(0) B2(0.0) W1(0) U0 U1 U2"
@@ -170,7 +146,7 @@ def test_one_process_alternates_between_stages() -> None:
 def test_message_is_received_before_its_first_use() -> None:
     """I and W of stage 1 start from one message, which a rank keeps for the second of them."""
     flows = flows_for(nwise.EndToEnd(), 3, 1)
-    schedule = make_schedule("?", flows, lambda f, t: depth_first(f, t, fuse=False))
+    schedule = make_schedule("?", flows, partial(depth_first, fuse=False))
     names = [(str(schedule.graph.tasks[task]), str(schedule.graph.tasks[user])) for task, user in schedule.messages]
     assert names == [("F0(0)", "F1(0)"), ("F1(0)", "F2(0)"), ("I2(0.0)", "I1(0.0)"), ("I1(0.0)", "W0(0)")]
     assert " ".join(map(str, schedule.actions[1])) == "RX1(0) F1(0) SX1(0) RG1(0.0) I1(0.0) SG1(0.0) W1(0) U1"

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import copy
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import nwise
-from nets import Tally, perceptron
+from nets import perceptron
 from nwise.flow import flows_for
 from nwise.reference import Call, in_memory_grads
 from nwise.schedule import PAPER, TRANSFORMER, Costs, best
 from nwise.schedule.ages import Ages, greedy_ages, message_ages, strategy_ages
 from nwise.schedule.named import choose
 from nwise.schedule.orders import depth_first, make_schedule
-from nwise.stage.versions import InMemory, Recomputed
+from nwise.stage.weights import InMemory
 from test_delay import check
 
 RATE, STEPS, WIDTH = 0.5, 12, 4
@@ -175,15 +174,12 @@ CASES = [
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(("base", "form", "size", "m"), CASES)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_with_weights_in_memory_match_the_definition(
-    base: str, form: str, size: int, m: int, *, recompute: bool
-) -> None:
+def test_gradients_with_weights_in_memory_match_the_definition(base: str, form: str, size: int, m: int) -> None:
     """Any base, any order, micro-batches, momentum, ragged batches, and the calls of `drain`."""
     torch.manual_seed(0)
     net, order = perceptron(size), "depth-first" if m == 1 else "zb-h1"
     strategy = f"{base}-hogwild{form}"
-    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, m, schedule=order, recompute=recompute)
+    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, m, schedule=order)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9)
     flows = flows_for(pipe.strategy, size, m)
     ages = strategy_ages(pipe.strategy, flows)
@@ -225,11 +221,9 @@ class Scale(nn.Module):
         return x @ (self.weight.to(torch.float32).to(torch.float64) if self.derived else self.weight.t())
 
 
-def first_gradients(
-    stages: list[Scale], steps: int, *, recompute: bool = False, saves: int | None = None
-) -> list[float | None]:
+def first_gradients(stages: list[Scale], steps: int, *, saves: int | None = None) -> list[float | None]:
     """Return what each step leaves in the first stage; in one of them the gradients that are due are asked for."""
-    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild", recompute=recompute)
+    pipe = nwise.Pipeline(stages, None, lambda output, target: output.mean(), "hogwild")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.125)
     first = []
     for step in range(steps):
@@ -244,8 +238,7 @@ def first_gradients(
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("derived", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool, recompute: bool) -> None:
+def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool) -> None:
     """y = w2 w1 w0, loss = y, all weights 2, rate 1/8. Ages 4, 2, 0.
 
     Stage 1 updates first at the end of call 2, by w2 w0 = 4, to 1.5. The message of mini-batch 0 passes it in call 2 (w1 = 2),
@@ -253,27 +246,23 @@ def test_views_are_read_at_the_backward_and_casts_are_not(*, derived: bool, reco
     before mini-batch 1, by w1 w0 = 4, and w2 = 1.5.
     """
     stages = [Scale(derived=derived and k == 1) for k in range(3)]
-    first = first_gradients(stages, 6, recompute=recompute)
+    first = first_gradients(stages, 6)
     assert first == [None, None, None, None, 2 * 2, 1.5 * (2 if derived else 1.5)]
 
 
-def test_forms_have_names() -> None:
-    for base in ("", "2-wise-", "credit-1,0;1,1-"):
-        for form in ("", "-forward", "-least", "-forward-least"):
-            name = f"{base}hogwild{form}"
-            found = nwise.strategy(name)
-            assert isinstance(found, nwise.Hogwild)
-            assert found.name == name
-            assert nwise.strategy(found.name, heads="all") == nwise.strategy(name, heads="all")
-            assert (found.weights, found.ages) == (
-                "forward" if "forward" in form else "memory",
-                "least" if "least" in form else "greedy",
-            )
-    assert nwise.strategy("hogwild", weights="forward") == nwise.strategy("hogwild-forward")
-    with pytest.raises(ValueError, match="`weights` should be 'memory' or 'forward'. Found 'stash'"):
-        nwise.Hogwild(weights="stash")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`ages` should be 'greedy' or 'least'. Found 'most'"):
-        nwise.Hogwild(ages="most")  # type: ignore[arg-type]
+@pytest.mark.parametrize("base", ["", "2-wise-", "credit-1,0;1,1-"])
+@pytest.mark.parametrize("form", ["", "-forward", "-least", "-forward-least"])
+def test_forms_have_names(base: str, form: str) -> None:
+    name = f"{base}hogwild{form}"
+    found: Any = nwise.strategy(name)
+    assert found.name == name
+    assert nwise.strategy(found.name, heads="all") == nwise.strategy(name, heads="all")
+    kinds = {"weights": "forward" if "forward" in form else "memory", "ages": "least" if "least" in form else "greedy"}
+    assert {key: getattr(found, key) for key in kinds} == kinds
+    assert nwise.strategy(f"{base}hogwild", **kinds) == found
+    for key in kinds:
+        with pytest.raises(ValueError, match=f"`{key}` should be '.*' or '.*'. Found 'other'"):
+            nwise.Hogwild(**{key: "other"})  # type: ignore[arg-type]
 
 
 def steps(pipe: nwise.Pipeline, count: int, rate: float = 0.1) -> None:
@@ -283,92 +272,6 @@ def steps(pipe: nwise.Pipeline, count: int, rate: float = 0.1) -> None:
         pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
         optimizer.step()
         optimizer.zero_grad()
-
-
-class Again(nn.Module):
-    """A layer that runs again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.again = nn.Linear(WIDTH, WIDTH), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = checkpoint(self.inner, x, use_reentrant=False) if self.again else self.inner(x)
-        assert isinstance(found, Tensor)
-        return found
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_checkpoints_inside_a_stage_are_refused(*, recompute: bool) -> None:
-    """A part that runs again in a pass would compute other activations, with newer weights.
-
-    Regression: one that began to do so between two looks was not refused.
-    """
-    stages = [Again(), Again(), Again()]
-    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", recompute=recompute)
-    first = 1 if recompute else 0  # the first stage of which a graph is made
-    message = (
-        f"Stage {first} should have no hooks on saved tensors inside under Hogwild .* Found `_checkpoint_hook`, as of"
-    )
-    for again in (False, True):
-        for stage in stages:
-            stage.again = again
-        with pytest.raises(ValueError, match=message) if again else nullcontext():
-            steps(pipe, 8)
-    pipe.strategy = nwise.strategy("hogwild-forward")
-    steps(pipe, 6)
-
-
-class Counted(nn.Dropout):
-    """Dropout that counts its forwards."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__(p)
-        self.runs = Tally()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs.count += 1
-        return super().forward(x)
-
-
-def test_a_second_forward_makes_the_activations_of_the_first() -> None:
-    """With updates between the two, statistics, masks and gradients equal those of one forward bit for bit.
-
-    The last passes come while the network is in evaluation mode.
-    """
-    found, runs = [], []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        parts = [linear[0], nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), Counted(0.3), linear[1]]
-        stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
-        pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", seed=0, recompute=recompute)
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-        sums: list[Tensor] = []
-        for step in range(9 + 4):
-            torch.manual_seed(step)
-            if step < 9:
-                pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
-            else:
-                pipe.eval()
-                assert pipe.drain()
-            sums += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([*sums, *pipe.buffers(), *pipe.parameters()])
-        runs.append([module.runs.count for module in pipe.modules() if isinstance(module, Counted)])
-    assert runs == [[9, 9, 9], [18, 18, 9]]  # the passes of the last stage follow its forward
-    assert len(found[0]) > 150
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:All gradients should be applied")
-def test_a_change_of_form_drops_what_is_due() -> None:
-    pipe = nwise.Pipeline(layers(3), None, nn.functional.mse_loss, "hogwild")
-    steps(pipe, 3)
-    pipe.strategy = nwise.strategy("hogwild-forward")
-    steps(pipe, 1)
-    assert pipe.forget_pending() == 1
 
 
 @pytest.mark.filterwarnings("ignore:All gradients should be applied")
@@ -390,44 +293,20 @@ def test_a_schedule_with_other_ages_of_messages_is_refused() -> None:
     flows = flows_for(nwise.EndToEnd(), 4, 2)
     early = message_ages(flows, greedy_ages(flows).weights, "early")
     schedule = make_schedule("early", flows, lambda f, t: depth_first(f, t, fuse=False), ages=early)
-    for name in ("hogwild-forward", "hogwild"):
-        pipe = nwise.Pipeline(layers(4), None, nn.functional.mse_loss, name, 2, schedule=schedule)
-        if name == "hogwild":
-            with pytest.raises(
-                ValueError, match="`schedule` should give every message the age that the strategy gives it"
-            ):
-                steps(pipe, 1)
-        else:
-            steps(pipe, 1)
-
-
-def test_statistics_and_masks_are_those_of_the_forward() -> None:
-    """Without updates the weights in memory are those of the forward, so both forms are equal bit for bit."""
-    found = []
-    for name in ("hogwild", "hogwild-forward"):
-        torch.manual_seed(0)
-        parts = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Dropout(0.3)]
-        stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
-        pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, name, seed=0)
-        sums: list[Tensor] = []
-        for step in range(9):
-            torch.manual_seed(step)
-            pipe.step(torch.randn(6, WIDTH), target=torch.randn(6, WIDTH))
-            sums += [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
-            pipe.zero_grad()
-        found.append([*sums, *pipe.buffers()])
-    assert len(found[0]) > 50
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    pipe = nwise.Pipeline(layers(4), None, nn.functional.mse_loss, "hogwild-forward", 2, schedule=schedule)
+    steps(pipe, 1)
+    pipe = nwise.Pipeline(layers(4), None, nn.functional.mse_loss, "hogwild", 2, schedule=schedule)
+    with pytest.raises(ValueError, match="`schedule` should give every message the age that the strategy gives it"):
+        steps(pipe, 1)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_normalised_gradients_match_the_definition(*, recompute: bool) -> None:
+def test_normalised_gradients_match_the_definition() -> None:
     """Batch norm: the weights of its scale are in memory too, its statistics those of the mini-batch."""
     torch.manual_seed(0)
     parts = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
     stages = [nn.Sequential(*copy.deepcopy(parts)) for _ in range(3)]
-    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild", recompute=recompute)
+    pipe = nwise.Pipeline(stages, None, nn.functional.mse_loss, "hogwild")
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3)
     calls: list[Call] = []
     for _ in range(8):
@@ -451,57 +330,62 @@ class Conjugate(nn.Module):
         return y.real + y.imag
 
 
-def backward_of(module: nn.Module, change: Any, kind: type[InMemory] = InMemory) -> Tensor:
+class Rows(nn.Linear):
+    """A layer that uses a part of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight[1:])
+
+
+def backward_of(module: nn.Module, change: Callable[[Tensor], object]) -> list[float]:
     """Return the gradient of the input after a change between forward and backward, with the weights in memory."""
-    versions = kind(module, "stage 0")
     x = torch.ones(1, 2, requires_grad=True)
-    with versions.computing(checked=True):
+    with InMemory(list(module.parameters()), module, "Stage 0").computing():
         y = module(x)
     change(y)
-    with versions.passing():
-        y.backward(torch.ones_like(y))
+    y.backward(torch.ones_like(y))
     assert x.grad is not None
-    return x.grad
+    return x.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize("kind", [InMemory, Recomputed])
-def test_updates_by_any_write_are_seen_and_other_writes_refused(kind: type[InMemory]) -> None:
+def test_updates_by_any_write_are_seen_and_other_writes_refused() -> None:
     """Optimizers write in place or replace ``.data``; a write to an activation stays an error, as without hooks."""
-    layer = nn.Linear(2, 2)
-    changes: list[tuple[Any, list[float]]] = [
-        (lambda _: nn.init.constant_(layer.weight, 3.0), [6, 6]),
-        (lambda _: setattr(layer.weight, "data", torch.full((2, 2), 4.0)), [8, 8]),
-        (lambda _: setattr(layer.weight, "data", torch.arange(8.0)[4:].view(2, 2)), [4 + 6, 5 + 7]),
-        (lambda _: nn.init.constant_(layer.weight, 3.0), [6, 6]),
-    ]
-    for change, gradient in changes:
-        assert backward_of(layer, change, kind).tolist() == [gradient]
-    with pytest.raises(
-        RuntimeError, match=r"Stage 0 should leave .* Found a tensor of shape \[1, 2\] that was modified"
-    ):
-        backward_of(nn.Sequential(layer, nn.Tanh()), lambda y: y.detach().zero_(), kind)
-    with pytest.raises(
-        RuntimeError, match=r"Stage 0 should keep .* Found torch.float32 on cpu with strides \(1, 2\) instead"
-    ):
-        backward_of(layer, lambda _: setattr(layer.weight, "data", layer.weight.t().contiguous().t()), kind)
-    strided = nn.Linear(2, 2)
+    layer, strided, conjugate, rows = nn.Linear(2, 2), nn.Linear(2, 2), Conjugate(), Rows(2, 3)
     strided.weight = nn.Parameter(torch.arange(12.0).view(3, 4)[1:, 1:3])
-    assert backward_of(strided, lambda _: None, kind).tolist() == [[5 + 9, 6 + 10]]
-    assert backward_of(strided, lambda _: nn.init.constant_(strided.weight, 3.0), kind).tolist() == [[6, 6]]
-    assert backward_of(Conjugate(), lambda _: None, kind).tolist() == [[2, 2]]
-    conjugate = Conjugate()
-    assert backward_of(conjugate, lambda _: nn.init.constant_(conjugate.weight, 2.0), kind).tolist() == [[4, 4]]
-    conjugate.weight = nn.Parameter(torch.full((2, 2), 1 + 3j).conj())  # 1 - 3j, as its bit says
-    assert backward_of(conjugate, lambda _: None, kind).tolist() == [[8, 8]]
 
+    def fill(module: Any, value: float) -> Callable[[Tensor], object]:
+        return lambda _: nn.init.constant_(module.weight, value)
 
-def test_distributed_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their local parts cannot be told among the saved tensors."""
-    monkeypatch.setattr("nwise.stage.versions.is_dtensor", lambda _: True)
-    pipe = nwise.Pipeline(layers(2), None, nn.functional.mse_loss, "hogwild")
+    def replace_by(data: Tensor, module: nn.Linear = layer) -> Callable[[Tensor], object]:
+        return lambda _: setattr(module.weight, "data", data)
+
+    assert backward_of(layer, fill(layer, 3.0)) == [6, 6]
+    assert backward_of(layer, replace_by(torch.full((2, 2), 4.0))) == [8, 8]
+    assert backward_of(layer, replace_by(torch.arange(8.0)[4:].view(2, 2))) == [4 + 6, 5 + 7]
+    assert backward_of(rows, replace_by(torch.arange(6.0).view(3, 2), rows)) == [2 + 4, 3 + 5]
+    assert backward_of(layer, fill(layer, 3.0)) == [6, 6]
+    with pytest.raises(RuntimeError, match=r"Stage 0 should leave .* tensor of shape \[1, 2\] that was modified"):
+        backward_of(nn.Sequential(layer, nn.Tanh()), lambda y: y.detach().zero_())
     with pytest.raises(
-        ValueError, match="Stage 0 should have plain parameters under Hogwild .* Found a distributed one"
+        RuntimeError, match=r"Stage 0 should keep .* torch.float32 on cpu with strides \(1, 2\) instead"
     ):
+        backward_of(layer, lambda _: setattr(layer.weight, "data", layer.weight.t().contiguous().t()))
+    assert backward_of(strided, lambda _: None) == [5 + 9, 6 + 10]
+    assert backward_of(strided, fill(strided, 3.0)) == [6, 6]
+    assert backward_of(conjugate, lambda _: None) == [2, 2]
+    assert backward_of(conjugate, fill(conjugate, 2.0)) == [4, 4]
+    conjugate.weight = nn.Parameter(torch.full((2, 2), 1 + 3j).conj())  # 1 - 3j, as its bit says
+    assert backward_of(conjugate, lambda _: None) == [8, 8]
+
+
+def test_what_passes_with_the_weights_in_memory_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second forward would have later weights, and local parts of parameters cannot be told among the saved tensors."""
+    pipe = nwise.Pipeline(layers(2), None, nn.functional.mse_loss, "hogwild", recompute=True)
+    with pytest.raises(ValueError, match="Stage 0 should keep its activations under Hogwild .* Found `recompute=True`"):
+        steps(pipe, 1)
+    monkeypatch.setattr("nwise.stage.weights.is_dtensor", lambda _: True)
+    pipe = nwise.Pipeline(layers(2), None, nn.functional.mse_loss, "hogwild")
+    with pytest.raises(ValueError, match="Stage 0 should have plain parameters under Hogwild .* Found a distributed"):
         steps(pipe, 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
 from nwise.exits import confidence
-from nwise.network.families import FAMILIES, family_for, run_model
-from nwise.tensors import Named, Tensors, run_module
+from nwise.network.families import FAMILIES, run_model
+from nwise.tensors import Named, Tensors
 from test_contract import assert_same, gradients
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
@@ -31,42 +32,10 @@ transformers.logging.disable_progress_bar()
 LENGTH = 9
 
 
-def gpt2(**options: Any) -> Any:
-    model = made("GPT2LMHeadModel")
-    if not options:
-        return model
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**model.config.to_dict(), **options}))
-
-
 def short(name: str) -> Any:
     """A network with three blocks, which show as much as five and take two thirds of the time."""
     others = name.startswith(("GPT2", "ResNet", "ConvNext")) or "Conditional" in name  # have another name for them
     return made(name) if others else made(name, num_hidden_layers=3)
-
-
-def vit() -> Any:
-    return made("ViTForImageClassification")
-
-
-def inputs_for(model: Any) -> tuple[Tensor, ...]:
-    """Every input of a network: padded text, with other positions or segments, or images."""
-    if model.main_input_name == "pixel_values":
-        return (torch.randn(4, 3, 8, 8),)
-    if model.main_input_name == "input_features":
-        sound, ids, mask = torch.randn(4, 4, 16), torch.randint(2, VOCABULARY, (4, LENGTH)), torch.ones(4, LENGTH)
-        mask[2, :2] = 0
-        return sound, ids, mask
-    ids, mask = torch.randint(2, VOCABULARY, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.long)
-    mask[1, 6:] = 0  # a sequence that is padded
-    if "decoder_input_ids" in FAMILIES[type(model).__name__].inputs:
-        other = torch.ones(4, 7, dtype=torch.long)
-        other[3, 5:] = 0
-        return ids, mask, torch.randint(2, VOCABULARY, (4, 7)), other
-    if "token_type_ids" in FAMILIES[type(model).__name__].inputs:
-        return ids, mask, torch.randint(0, model.config.type_vocab_size, (4, LENGTH))
-    positions = torch.arange(LENGTH).expand(4, LENGTH).clone()
-    positions[2] += 3
-    return ids, mask, positions
 
 
 def own_loss(model: Any) -> Any:
@@ -74,73 +43,50 @@ def own_loss(model: Any) -> Any:
     return nwise.losses.TokenCrossEntropy() if per_token else nn.functional.cross_entropy
 
 
-def target_for(model: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+def target_for(model: Any, inputs: Tensors) -> Tensor:
     shape = run_model(model, inputs).shape
     return torch.randint(0, shape[-1], shape[:-1])
 
 
-def check_outputs(model: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Stages compute what the model does: without the optional inputs, and with all."""
-    model.eval()
-    required = [n for n in family_for(model).inputs if n in ("input_ids", "pixel_values", "decoder_input_ids")]
-    least = 1 + max(map(family_for(model).inputs.index, required))
-    stages = nwise.split(model, at=2, example=inputs)  # which compares outputs and gradients in training mode too
-    for count in range(least, len(inputs) + 1):
-        hidden: Tensors = inputs[:count]
-        for stage in stages:
-            hidden = run_module(stage, hidden, "The output")
-        assert torch.equal(hidden[0], run_model(model, inputs[:count]))
-        assert len(hidden) == 1
-    if len(inputs) > least:  # they are used, not only carried
-        assert not torch.equal(hidden[0], run_model(model, inputs[:least]))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_class_is_cut_trained_and_exported(name: str, tmp_path: Path) -> None:
+    """Stages compute what the model does with each kind of batch, have its gradients and names, learn, and load back."""
+    model, batches = short(name).eval(), settings.batches(name)
+    outputs = {kind: run_model(model, inputs) for kind, inputs in batches.items()}
+    for kind, inputs in batches.items():
+        stages = nwise.split(model, at=2, example=inputs)  # which compares outputs and gradients in training mode too
+        assert torch.equal(settings.run_stages(stages, inputs), outputs[kind])
+    assert len(batches) == 1 or not torch.equal(outputs["all"], outputs["required"]), "used, not only carried"
     assert {n for stage in stages for n in stage.state_dict()} == set(model.state_dict())
 
-
-def check_gradients(model: Any, inputs: tuple[Tensor, ...], target: Tensor) -> None:
-    """End-to-end gradients of the pipeline are those of the model's own backward."""
-    loss_fn, twin = own_loss(model), copy.deepcopy(model)
+    inputs, loss_fn, twin = batches["all"], own_loss(model), copy.deepcopy(model.train())
+    target = target_for(model, inputs)
     loss_fn(run_model(twin, inputs), target).backward()
-    nwise.Pipeline(nwise.split(model, at=2), None, loss_fn, "end-to-end").step(*inputs, target=target)
+    pipe = nwise.Pipeline(stages, None, loss_fn, "end-to-end")
+    pipe.step(**inputs.by_name(), target=target)
     for (n, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         if other.grad is not None:
             scale = float(other.grad.abs().max())
             assert torch.allclose(parameter.grad, other.grad, rtol=1e-4, atol=1e-5 * scale + 1e-9), n
-    model.zero_grad()
+    pipe.zero_grad()
 
-
-def check_training(model: Any, inputs: tuple[Tensor, ...], target: Tensor, folder: Path) -> None:
-    """2-wise training lowers the losses; what is saved loads back equal."""
-    stages = nwise.split(model, at=2)
-    widths = {parameter.shape[0] for parameter in stages[0].parameters()} if "Net" in type(model).__name__ else set()
-    heads = nwise.heads.fitting(stages, inputs, CLASSES) if widths else nwise.heads.copied(stages, blocks=1)
-    pipe = nwise.Pipeline(stages, heads, own_loss(model), "2-wise")
+    convolutional = "Net" in name or "ConvNext" in name
+    heads = nwise.heads.fitting(stages, inputs, CLASSES) if convolutional else nwise.heads.copied(stages, blocks=1)
+    pipe = nwise.Pipeline(stages, heads, loss_fn, "2-wise")
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     losses = []
     for _ in range(3):
-        losses.append(pipe.step(*inputs, target=target)[-1])
+        losses.append(pipe.step(**inputs.by_name(), target=target)[-1])
         optimizer.step()
         optimizer.zero_grad()
     assert losses[-1] < losses[0]
-    model.save_pretrained(folder)
-    again = type(model).from_pretrained(folder)
-    assert {n: t.tolist() for n, t in again.state_dict().items()} == {
-        n: t.tolist() for n, t in model.state_dict().items()
-    }
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     model.load_state_dict(nwise.checkpoint.main_state(pipe), strict=True)
-    model.eval(), again.eval()
-    assert torch.equal(run_model(again, inputs), run_model(model, inputs))
-    assert torch.equal(pipe.eval()(*inputs), run_model(model, inputs))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_class_is_cut_trained_and_exported(name: str, tmp_path: Path) -> None:
-    model = short(name)
-    inputs = inputs_for(model)
-    check_outputs(model, inputs)
-    model.train()
-    target = target_for(model, inputs)
-    check_gradients(model, inputs, target)
-    check_training(model, inputs, target, tmp_path)
+    expected = run_model(model.eval(), inputs)
+    assert torch.equal(run_model(again, inputs), expected)
+    assert torch.equal(pipe.eval()(**inputs.by_name()), expected)
 
 
 def test_page_of_architectures_is_up_to_date() -> None:
@@ -165,14 +111,13 @@ def test_page_of_architectures_is_up_to_date() -> None:
     ],
 )
 def test_gradients_match_reference(name: str, strategy: str, num_microbatches: int) -> None:
-    model = made(name)
-    inputs, loss_fn = inputs_for(model), own_loss(model)
-    target = target_for(model, inputs)
+    model, inputs = made(name), settings.batches(name)["all"]
+    loss_fn, target = own_loss(model), target_for(model, inputs)
     stages = nwise.split(model, at=4)
     heads = nwise.heads.copied(stages)
     pipe = nwise.Pipeline(stages, heads, loss_fn, strategy, num_microbatches)
-    expected = nwise.reference_grads(stages, heads, loss_fn, inputs, target, pipe.credit, num_microbatches)
-    pipe.step(*inputs, target=target)
+    expected = nwise.reference_grads(stages, heads, loss_fn, inputs.by_name(), target, pipe.credit, num_microbatches)
+    pipe.step(**inputs.by_name(), target=target)
     found = gradients(pipe)
     # Llama's norms compute in float32 whatever they are given.
     tolerance = 1e-6 if name == "LlamaForCausalLM" else 1e-12
@@ -180,27 +125,26 @@ def test_gradients_match_reference(name: str, strategy: str, num_microbatches: i
 
 
 def test_tied_embeddings_are_refused_and_untied(tmp_path: Path) -> None:
-    model = gpt2(tie_word_embeddings=True)
+    config = made("GPT2LMHeadModel").config
+    config.tie_word_embeddings = True
+    model = transformers.GPT2LMHeadModel(config)
+    [stage] = nwise.split(model, at=1)
+    assert [stage.pieces()["lm_head"]] == [model.lm_head]
+    assert model.lm_head.weight is model.transformer.wte.weight, "in one stage they stay tied"
     message = "'lm_head.weight' of stage 1 is 'transformer.wte.weight' of stage 0.*nwise.untie"
     with pytest.raises(ValueError, match=message):
         nwise.split(model, at=["transformer.h.2"])
-    assert nwise.untie(model) == ["lm_head.weight"]
+    assert nwise.untie(nn.ModuleDict({"inner": model})) == ["inner.lm_head.weight"]
     assert nwise.untie(model) == []
-    stages = nwise.split(model, at=["transformer.h.2"])
+    assert not model.config.tie_word_embeddings
+    nwise.split(model, at=["transformer.h.2"])
     with torch.no_grad():
         model.lm_head.weight.add_(1)
-    assert not torch.equal(stages[0].state_dict()["transformer.wte.weight"], model.lm_head.weight)
     model.save_pretrained(tmp_path)
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)
-
-
-def test_tied_embeddings_in_one_stage_stay_tied() -> None:
-    model = gpt2(tie_word_embeddings=True)
-    [stage] = nwise.split(model, at=1)
-    assert stage.pieces()["lm_head"] is model.lm_head
-    assert model.lm_head.weight is model.transformer.wte.weight
+    assert not torch.equal(again.transformer.wte.weight, model.lm_head.weight)
 
 
 def test_exits_know_masks_by_position() -> None:
@@ -238,16 +182,17 @@ def test_copied_heads_repeat_last_blocks_and_output() -> None:
     assert not {id(p) for p in heads[0].parameters()} & {id(p) for p in [*model.parameters(), *heads[1].parameters()]}
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification"])
-def test_bert_decoder_attention_is_causal(name: str) -> None:
-    """Regression: its blocks saw all tokens, and only an `example` revealed it."""
-    model = made(name)
-    model.config.is_decoder = True
-    model = type(model)(model.config).eval()
-    stages = nwise.split(model, at=2)
-    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
-    assert torch.equal(stages[1](stages[0](ids)), run_model(model, (ids,)))
-    nwise.split(model, at=2, example=ids)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("BertForMaskedLM", {"is_decoder": True}),
+        ("BertForSequenceClassification", {"is_decoder": True}),
+        ("WhisperForConditionalGeneration", {"encoder_layerdrop": 1.0, "decoder_layerdrop": 1.0}),
+    ],
+)
+def test_settings_that_were_lost_are_followed(name: str, options: Any) -> None:
+    """Regressions: blocks saw all tokens, and every layer was called, however often LayerDrop leaves one out."""
+    assert settings.follow(name, "", options) == "followed"
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
@@ -258,12 +203,12 @@ def test_split_accepts_eager_attention(name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    nwise.split(model, at=3, example=inputs_for(model))
+    nwise.split(model, at=3, example=settings.batches(name)["all"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_fitting_heads_use_dtype_of_stage_outputs(dtype: torch.dtype) -> None:
-    model = vit().to(dtype)
+    model = made("ViTForImageClassification").to(dtype)
     x = torch.randn(2, 3, 8, 8)  # the model turns images into its own type
     stages = nwise.split(model, at=3, example=x)
     heads = nwise.heads.fitting(stages, x, CLASSES)
@@ -271,25 +216,11 @@ def test_fitting_heads_use_dtype_of_stage_outputs(dtype: torch.dtype) -> None:
     assert losses.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself
-def test_split_of_compiled_model_warns() -> None:
-    model = gpt2()
-    with pytest.warns(UserWarning, match="`model` is compiled, and its stages are not"):
-        stages = nwise.split(torch.compile(model), at=2)  # type: ignore[arg-type]
-    assert stages[0].pieces()["transformer.h.0"] is model.transformer.h[0]
-
-
-def test_untie_reaches_nested_model() -> None:
-    model = gpt2(tie_word_embeddings=True)
-    assert nwise.untie(nn.ModuleDict({"inner": model})) == ["inner.lm_head.weight"]
-    assert not model.config.tie_word_embeddings
-
-
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Qwen2ForCausalLM", "BertForSequenceClassification"])
 def test_batches_by_name(name: str) -> None:
     """As a tokenizer gives them, with any of the optional inputs; positions without a mask cannot be given by place."""
     model = made(name).eval()
-    values = dict(zip(family_for(model).inputs, inputs_for(model), strict=True))
+    values = settings.batches(name)["all"].by_name()
     for left_out in ("", "attention_mask", *list(values)[-1:]):
         batch = transformers.BatchEncoding({key: value for key, value in values.items() if key != left_out})
         stages = nwise.split(model, at=3, example=batch)
@@ -309,14 +240,15 @@ def test_unsupported_models_and_arguments_raise() -> None:
     unknown = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="should be of a class in `nwise.network.families`. Found GPT2Model"):
         nwise.split(unknown, at=2)
+    model = made("GPT2LMHeadModel")
     with pytest.raises(ValueError, match=r"at most input_ids, attention_mask, position_ids. Found 1 more"):
-        nwise.split(gpt2(), at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)
+        nwise.split(model, at=2)[0](*[torch.zeros(1, 2, dtype=torch.long)] * 4)
     with pytest.raises(TypeError, match="should get decoder_input_ids, which it does not make from labels. Found"):
         nwise.split(made("T5ForConditionalGeneration"), at=["lm_head"])[0](torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="from 1 to the network's 5 GPT2Block modules.*Found 6"):
-        nwise.split(gpt2(), at=6)
+        nwise.split(model, at=6)
     with pytest.raises(ValueError, match="`blocks` should be an integer from 0 to the network's 5 blocks. Found 6"):
-        nwise.heads.copied(nwise.split(gpt2(), at=2), blocks=6)
+        nwise.heads.copied(nwise.split(model, at=2), blocks=6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -354,33 +286,25 @@ def test_training_with_gradient_checkpoints_and_other_dtypes(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_layer_drop_of_every_block_trains_the_rest() -> None:
-    """Every layer was called, however often LayerDrop leaves one out."""
-    name = "WhisperForConditionalGeneration"
-    model = made(name, encoder_layerdrop=1.0, decoder_layerdrop=1.0).train()
-    inputs, twin, loss_fn = settings.batches(name)["required"], copy.deepcopy(model), nwise.losses.TokenCrossEntropy()
-    target = torch.randint(0, VOCABULARY, (4, LENGTH - 1))
-    loss_fn(run_model(twin, inputs), target).backward()
-    at = ["model.encoder.layers.1", "model.decoder.embed_tokens", "model.decoder.layers.1"]
-    pipe = nwise.Pipeline(nwise.split(model, at=at), None, loss_fn, "end-to-end", 2)
-    pipe.step(inputs.by_name(), target=target)
-    for (n, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (parameter.grad is None) == (other.grad is None), n
-        if other.grad is not None:
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+ROUTERS = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
+BALANCE, MASKED = {"output_router_logits": True}, {"apply_spec_augment": True}
+FOLLOWED_BY_NO_STAGE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, BALANCE, {"router_aux_loss_coef": 0.0}) for name in ROUTERS),
+    ("WhisperForConditionalGeneration", MASKED, {"mask_time_prob": 0.0}),
+]
 
 
-@pytest.mark.parametrize(
-    "name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"]
-)
-def test_balance_loss_of_routers_is_refused(name: str) -> None:
-    """The model adds it to its own loss; stages left it out, and the routers' gradients were others."""
-    with pytest.raises(ValueError, match="`config.output_router_logits` should be False.*`nwise.inject`"):
-        nwise.split(made(name, output_router_logits=True), at=2)
-    assert nwise.split(made(name, output_router_logits=True, router_aux_loss_coef=0.0), at=2)
+@pytest.mark.parametrize(("name", "options", "harmless"), FOLLOWED_BY_NO_STAGE)
+def test_settings_that_stages_cannot_follow_are_refused(name: str, options: Any, harmless: Any) -> None:
+    """The model adds the balance of routers to its own loss; stages left it out, and the routers' gradients were others."""
+    [setting] = options
+    message = f"`config.{setting}` should be False.*{'mask the features in the data loader' if options is MASKED else 'inject'}"
+    with pytest.raises(ValueError, match=message):
+        nwise.split(made(name, **options), at=2)
+    assert nwise.split(made(name, **options, **harmless), at=2)
 
 
-def test_balance_loss_switched_on_after_the_split_is_refused() -> None:
+def test_a_setting_switched_on_after_the_split_is_refused() -> None:
     model, ids = made("MixtralForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
     pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
     pipe.step(ids, target=ids)
@@ -389,18 +313,11 @@ def test_balance_loss_switched_on_after_the_split_is_refused() -> None:
         pipe.step(ids, target=ids)
 
 
-def test_masked_features_and_left_out_blocks_are_refused() -> None:
-    name = "WhisperForConditionalGeneration"
-    with pytest.raises(
-        ValueError, match="`config.apply_spec_augment` should be False.*mask the features in the data loader"
-    ):
-        nwise.split(made(name, apply_spec_augment=True), at=2)
-    assert nwise.split(made(name, apply_spec_augment=True, mask_time_prob=0.0), at=2)
+def test_left_out_blocks_are_refused() -> None:
     model = made("LlamaForCausalLM")
     model.config.num_hidden_layers = 3
-    with pytest.raises(
-        ValueError, match="`config.num_hidden_layers` should be the network's 5 blocks.* Found 3; delete"
-    ):
+    message = "`config.num_hidden_layers` should be the network's 5 blocks.* Found 3; delete"
+    with pytest.raises(ValueError, match=message):
         nwise.split(model, at=2)
     del model.model.layers[3:]
     assert nwise.split(model, at=2, example=torch.randint(0, VOCABULARY, (2, LENGTH)))
@@ -411,53 +328,27 @@ def lora(model: Any) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
 
 
-def head_replaced(model: Any) -> None:
-    model.lm_head = nn.Linear(16, VOCABULARY, bias=False)
+def again(model: Any, name: str) -> None:
+    """Put a copy in the place of a module."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, copy.deepcopy(model.get_submodule(name)))
 
 
-def block_replaced(model: Any) -> None:
-    model.model.layers[1] = copy.deepcopy(model.model.layers[2])
-
-
-def block_added(model: Any) -> None:
-    model.model.layers.append(copy.deepcopy(model.model.layers[2]))
-
-
-def rotary_replaced(model: Any) -> None:
-    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
-
-
-def rotary_scaled(model: Any) -> None:
-    model.model.rotary_emb.attention_scaling = 2.0
-
-
-def rotary_slowed(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def rotary_shared(model: Any) -> None:
-    model.model.rotary_emb.inv_freq = torch.ones(4)
-
-
-def resized(model: Any) -> None:
-    model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
+    (lora, "lm_head"),
+    (lambda model: again(model, "lm_head"), "lm_head"),
+    (lambda model: again(model, "model.layers.1"), "model.layers.1"),
+    (lambda model: model.model.layers.append(copy.deepcopy(model.model.layers[2])), "model.layers"),
+    (lambda model: again(model, "model.rotary_emb"), "model.rotary_emb"),
+    (lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0), "model.rotary_emb"),
+    (lambda model: model.model.rotary_emb.inv_freq.mul_(0.5), "model.rotary_emb"),
+    (lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4)), "model.rotary_emb"),
+    (lambda model: model.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False), "lm_head"),
+]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of PEFT
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lora, "lm_head"),
-        (head_replaced, "lm_head"),
-        (block_replaced, "model.layers.1"),
-        (block_added, "model.layers"),
-        (rotary_replaced, "model.rotary_emb"),
-        (rotary_scaled, "model.rotary_emb"),
-        (rotary_slowed, "model.rotary_emb"),
-        (rotary_shared, "model.rotary_emb"),
-        (resized, "lm_head"),
-    ],
-)
+@pytest.mark.parametrize(("change", "name"), CHANGES)
 def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
     """Adapters, embeddings and blocks put into the model after the split were not trained, and not called.
 
@@ -466,26 +357,17 @@ def test_later_changes_of_the_model_are_refused(change: Any, name: str) -> None:
     model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
     pipe = nwise.Pipeline(nwise.split(model, at=2), None, own_loss(model), "end-to-end")
     change(model)
-    with pytest.raises(
-        ValueError, match=f"{re.escape(repr(name))}.* split.* Found .*change the network first, then split"
-    ):
+    message = f"{re.escape(repr(name))}.* split.* Found .*change the network first, then split"
+    with pytest.raises(ValueError, match=message):
         pipe.step(ids, target=ids)
 
 
-def halved(model: Any) -> None:
-    model.to(torch.bfloat16)
-
-
-def run_longer(model: Any) -> None:
-    model(torch.zeros(1, 3 * LENGTH, dtype=torch.long))
-
-
-@pytest.mark.parametrize("change", [halved, run_longer])
-def test_rotary_positions_may_be_cast_and_depend_on_the_length(change: Any) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0} if change is run_longer else None
-    model = made("LlamaForCausalLM", **({"rope_parameters": rope, "max_position_embeddings": LENGTH} if rope else {}))
+@pytest.mark.parametrize("longer", [False, True])
+def test_rotary_positions_may_be_cast_and_depend_on_the_length(longer: bool) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = made("LlamaForCausalLM", **({"rope_parameters": rope, "max_position_embeddings": LENGTH} if longer else {}))
     stages, before = nwise.split(model, at=2), model.model.rotary_emb.inv_freq.clone()
-    change(model)
+    model(torch.zeros(1, 3 * LENGTH, dtype=torch.long)) if longer else model.to(torch.bfloat16)
     assert not torch.equal(model.model.rotary_emb.inv_freq, before)
     for stage in stages:
         stage.check_origin()
@@ -496,40 +378,41 @@ class Reversed(nn.ModuleList):
         return reversed(list(self._modules.values()))
 
 
-def test_lists_with_an_order_of_their_own_are_refused() -> None:
-    """The network's forward gets other blocks from such a list than the stages run."""
-    model = made("LlamaForCausalLM")
-    model.model.layers = Reversed(model.model.layers)
-    with pytest.raises(ValueError, match="'model.layers' should run .* Found a Reversed with a custom __iter__"):
-        nwise.split(model, at=2)
-    with pytest.raises(ValueError, match="Found another output for `example`"):
-        nwise.split(model, at=2, example=torch.randint(0, VOCABULARY, (2, LENGTH)))
+class LlamaForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        output = super().forward(*inputs, **named)
+        output.logits = output.logits / 2
+        return output
 
 
-@pytest.mark.parametrize("inner", [False, True])
-def test_classes_and_forwards_that_only_have_a_known_name_are_refused(
-    inner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: a class of a known name was cut like that of transformers, whatever its own forward computes."""
-    whole, body = transformers.LlamaForCausalLM, transformers.LlamaModel
+@pytest.mark.parametrize("kind", ["a list", "a class", "a forward"])
+def test_what_only_has_a_known_name_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a class of a known name was cut like that of transformers, whatever its own forward computes.
 
-    class LlamaForCausalLM(whole):  # type: ignore[misc, valid-type]
-        def forward(self, *inputs: Any, **named: Any) -> Any:
-            output = super().forward(*inputs, **named)
-            output.logits = output.logits / 2
-            return output
-
+    A list with an order of its own gives the network's forward other blocks than the stages run.
+    """
     model, ids = made("LlamaForCausalLM"), torch.randint(0, VOCABULARY, (2, LENGTH))
-    if inner:
-        monkeypatch.setattr(body, "forward", lambda self, *inputs, **named: None)
-    else:
+    message, other = (
+        "a LlamaForCausalLM with a custom forward",
+        "The stages should compute what the model's own forward",
+    )
+    if kind == "a list":
+        model.model.layers = Reversed(model.model.layers)
+        message, other = (
+            "'model.layers' should run .* a Reversed with a custom __iter__",
+            "another output for `example`",
+        )
+    elif kind == "a class":
         model = LlamaForCausalLM(model.config)
-    with pytest.raises(ValueError, match=f"a {'LlamaModel' if inner else 'LlamaForCausalLM'} with a custom forward"):
+    else:
+        monkeypatch.setattr(transformers.LlamaModel, "forward", lambda self, *inputs, **named: None)
+        message = "a LlamaModel with a custom forward"
+    with pytest.raises(ValueError, match=message):
         nwise.split(model, at=2)
-    if not inner:
-        with pytest.raises(ValueError, match="The stages should compute what the model's own forward does"):
+    assert nwise.split(model, at=2, unchecked=True)
+    if kind != "a forward":
+        with pytest.raises(ValueError, match=other):
             nwise.split(model, at=2, example=ids)
-        assert nwise.split(model, at=2, unchecked=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
@@ -577,8 +460,8 @@ def test_mask_functions_of_version_5_24_are_called_without_deprecated_names(monk
     """Regression: with transformers 5.24, which calls `past_key_values` `cache`, every run began with a FutureWarning."""
     from transformers import masking_utils
 
-    model = gpt2().eval()
-    ids = inputs_for(model)[0]
+    model = made("GPT2LMHeadModel").eval()
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
     stages = nwise.split(model, at=["transformer.h.1"])
     expected = nwise.Pipeline(stages, [None], strategy="end-to-end")(ids)
     original, called = masking_utils.create_causal_mask, []

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from nwise.app.recipes import Adam, Sgd, recipe
 from nwise.app.training import Callback, Trainer
 from nwise.app.training import trainer as trainer_module
 from nwise.app.training.optimizers import make_optimizer
-from nwise.checkpoint import Checkpoints
 from nwise.network.layers import TransformerBlock
 from nwise.training.fused import Fused
 from nwise.training.late import MuonWithAdam, actual_weights, extrapolate, hidden_matrices, predict, settle
@@ -37,30 +35,26 @@ def trained(config: Sgd | Adam, gradients: list[float]) -> list[float]:
     return values
 
 
-def test_extrapolated_updates_by_hand() -> None:
-    """Rate 0.1, no momentum: u = -0.1 g = -0.1, -0.2, -0.1; then w + u + (u - the u before).
+MU = [0.9 * (1 - 0.5 * 0.96 ** (0.004 * t)) for t in (1, 2)]
+PLAIN = Sgd(lr=0.1, momentum=0, weight_decay=0)
+BY_HAND: dict[str, tuple[Sgd | Adam, list[float], list[float]]] = {
+    # u = -0.1 g = -0.1, -0.2, -0.1; then w + u + (u - the u before).
+    # 1 - 0.1 = 0.9;   0.9 - 0.2 + (-0.2 + 0.1) = 0.6;   0.6 - 0.1 + (-0.1 + 0.2) = 0.6
+    "extrapolated": (replace(PLAIN, extrapolate=True), [1, 2, 1], [0.9, 0.6, 0.6]),
+    # A delay of 2: w = 0.9, 0.7, 0.6; then w + 2 u.
+    "predicted": (replace(PLAIN, predict=2), [1, 2, 1], [0.7, 0.3, 0.4]),
+    # Momentum 0.5: v = 1, then 0.5 + 2 = 2.5; the update is g + 0.5 v = 1.5, then 3.25.
+    "nesterov": (replace(PLAIN, momentum=0.5, nesterov=True), [1, 2], [0.85, 0.525]),
+    # The first step of NAdam (Dozat 2016), beta1 = 0.9, beta2 = 0.999, decay 0.004, gradient 2. m = 0.2, v = 0.004, and
+    # v / (1 - beta2) = 4. The update is 0.1 / 2 times ((1 - mu1) 2 / (1 - mu1) + mu2 0.2 / (1 - mu1 mu2)).
+    "nesterov of Adam": (Adam(lr=0.1, nesterov=True), [2], [1 - 0.05 * (2 + MU[1] * 0.2 / (1 - MU[0] * MU[1]))]),
+}
 
-    1 - 0.1 = 0.9;   0.9 - 0.2 + (-0.2 + 0.1) = 0.6;   0.6 - 0.1 + (-0.1 + 0.2) = 0.6
-    """
-    config = Sgd(lr=0.1, momentum=0, weight_decay=0, extrapolate=True)
-    assert trained(config, [1, 2, 1]) == pytest.approx([0.9, 0.6, 0.6], abs=1e-12)
 
-
-def test_nesterov_by_hand() -> None:
-    """Rate 0.1, momentum 0.5: v = 1, then 0.5 + 2 = 2.5; the update is g + 0.5 v = 1.5, then 3.25."""
-    config = Sgd(lr=0.1, momentum=0.5, weight_decay=0, nesterov=True)
-    assert trained(config, [1, 2]) == pytest.approx([0.85, 0.525], abs=1e-12)
-
-
-def test_nesterov_adam_by_hand() -> None:
-    """The first step of NAdam (Dozat 2016), beta1 = 0.9, beta2 = 0.999, decay 0.004, rate 0.1, gradient 2.
-
-    mu1 = 0.9 (1 - 0.5 0.96^0.004), mu2 = 0.9 (1 - 0.5 0.96^0.008); m = 0.2, v = 0.004, and v / (1 - beta2) = 4.
-    The update is 0.1 / 2 times ((1 - mu1) 2 / (1 - mu1) + mu2 0.2 / (1 - mu1 mu2)).
-    """
-    mu = [0.9 * (1 - 0.5 * 0.96 ** (0.004 * t)) for t in (1, 2)]
-    expected = 1 - 0.05 * (2 + mu[1] * 0.2 / (1 - mu[0] * mu[1]))
-    assert trained(Adam(lr=0.1, nesterov=True), [2.0]) == pytest.approx([expected], abs=1e-8)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_updates_by_hand(name: str) -> None:
+    config, gradients, expected = BY_HAND[name]
+    assert trained(config, gradients) == pytest.approx(expected, abs=1e-8 if "Adam" in name else 1e-12)
 
 
 def network() -> nwise.Pipeline:
@@ -83,22 +77,12 @@ def test_muon_trains_hidden_matrices_only() -> None:
     ]
 
 
-def test_copies_of_muon_with_adam_train_alone() -> None:
-    """Regression: a copy had no parts."""
-    pipe = network()
-    both = copy.deepcopy((pipe, make_optimizer(Adam(muon_lr=0.02), pipe.parameters(), hidden_matrices(pipe))))
-    before = [p.clone() for p in pipe.parameters()]
-    both[0].step(torch.tensor([1, 2]), target=torch.tensor([3, 4]))
-    both[1].step()
-    assert all(map(torch.equal, pipe.parameters(), before))
-    assert not any(map(torch.equal, both[0].heads.parameters(), pipe.heads.parameters()))
-
-
 def test_muon_with_adam_is_muon_and_adam() -> None:
     """One optimizer, with a scheduler's rate and a state that can be saved, computes what torch's two do."""
-    ours, theirs = network(), network()
+    theirs = network()
     config = Adam(lr=0.01, muon_lr=0.02, weight_decay=0.1)
-    optimizer = make_optimizer(config, ours.parameters(), hidden_matrices(ours))
+    # Copies train alone. Regression: a copy had no parts.
+    ours, optimizer = copy.deepcopy((theirs, make_optimizer(config, theirs.parameters(), hidden_matrices(theirs))))
     hidden = hidden_matrices(theirs)
     rest = [p for p in theirs.parameters() if all(p is not q for q in hidden)]
     parts = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1)]
@@ -240,69 +224,17 @@ def test_muon_leaves_other_parameters_of_two_dimensions_to_adamw() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("make", "message"),
     [
-        {"extrapolate": True},
-        {"predict": 2},
-        {"muon_lr": 0.02},
-        {"muon_lr": 0.02, "extrapolate": True},
-        {"muon_lr": 0.02, "predict": 3},
+        (lambda: Sgd(nesterov=True, momentum=0.0), "`nesterov` needs a momentum above 0. Found 0"),
+        (lambda: Adam(nesterov=True, muon_lr=0.1), "`nesterov` should be off with `muon_lr`.*Found both"),
+        (lambda: Adam(predict=2, extrapolate=True), "`predict` should be 0 with `extrapolate`.*Found 2"),
+        (lambda: predict(torch.optim.SGD([torch.zeros(1)]), 0), "`delay` should be an integer of at least 1. Found 0"),
     ],
 )
-def test_optimizers_for_late_gradients_resume_bitwise(changes: dict[str, Any], tmp_path: Path) -> None:
-    config = Adam(lr=0.01, **changes)
-    pipe = network()
-    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
-    checkpoints = Checkpoints(tmp_path, pipe, optimizer)
-
-    def step() -> None:
-        x = torch.randint(0, 7, (3,), generator=torch.Generator().manual_seed(pipe.steps))
-        pipe.step(x, target=x)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    checkpoints.save()
-    for _ in range(2):
-        step()
-    expected = [p.detach().clone() for p in pipe.parameters()]
-    pipe = network()
-    optimizer = make_optimizer(config, pipe.parameters(), hidden_matrices(pipe))
-    Checkpoints(tmp_path, pipe, optimizer).resume()
-    for _ in range(2):
-        step()
-    assert all(torch.equal(p, q) for p, q in zip(pipe.parameters(), expected, strict=True))
-
-
-def test_recipe_trains_with_a_delay_and_muon() -> None:
-    small = replace(recipe("digits"), max_steps=4, batch_size=16, strategy="end-to-end-delay-1")
-    trainer = Trainer(replace(small, optimizer=Adam(muon_lr=0.02, extrapolate=True)))
-    scores = trainer.train()
-    assert scores.heads[-1] is not None
-    assert isinstance(trainer._phase.optimizer, MuonWithAdam)
-    assert not trainer.pipe.drain(), "the last gradients have been used"
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (Sgd, {"nesterov": True, "momentum": 0.0}, "`nesterov` needs a momentum above 0. Found 0"),
-        (Adam, {"nesterov": True, "muon_lr": 0.1}, "`nesterov` should be off with `muon_lr`.*Found both"),
-        (Adam, {"predict": 2, "extrapolate": True}, "`predict` should be 0 with `extrapolate`.*Found 2"),
-        (Sgd, {"predict": -1}, "`predict` should be .* at least 0. Found -1"),
-        (Adam, {"muon_lr": -1.0}, "`muon_lr` should be a finite number of at least 0. Found -1"),
-    ],
-)
-def test_bad_settings_are_refused(config: type[Sgd | Adam], options: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config(**options)
-
-
-def test_predicted_weights_by_hand() -> None:
-    """Rate 0.1, no momentum, a delay of 2: u = -0.1 g = -0.1, -0.2, -0.1; w = 0.9, 0.7, 0.6; then w + 2 u."""
-    config = Sgd(lr=0.1, momentum=0, weight_decay=0, predict=2)
-    assert trained(config, [1, 2, 1]) == pytest.approx([0.7, 0.3, 0.4], abs=1e-12)
+        make()
 
 
 def test_predicted_weights_are_actual_ones_for_the_next_update_and_within_a_test() -> None:
@@ -436,7 +368,7 @@ def test_gradients_under_a_delay_are_those_at_predicted_weights(muon_lr: float) 
 def test_recipe_tests_actual_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also between updates, where the weights are predictions; after the last update they are actual ones."""
     small = replace(recipe("digits"), max_steps=6, batch_size=16, eval_every=0.03, strategy="end-to-end-delay-2")
-    trainer = Trainer(replace(small, optimizer=Adam(predict=2)))
+    trainer = Trainer(replace(small, optimizer=Adam(predict=2, muon_lr=0.02)))
     untouched, tests = getattr(trainer_module, "evaluate"), []  # noqa: B009 - it is imported there
 
     def evaluate(*arguments: Any, **options: Any) -> Any:
@@ -457,9 +389,5 @@ def test_recipe_tests_actual_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead == [False, False, True, True, True, True]
     w = next(trainer.pipe.parameters())
     assert "actual" not in trainer._phase.optimizer.state[w], "settled"
-
-
-@pytest.mark.parametrize("delay", [0, -1, 1.5])
-def test_a_prediction_needs_a_delay(delay: Any) -> None:
-    with pytest.raises(ValueError, match=f"`delay` should be an integer of at least 1. Found {delay}"):
-        predict(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), delay)
+    assert isinstance(trainer._phase.optimizer, MuonWithAdam)
+    assert not trainer.pipe.drain(), "the last gradients have been used"

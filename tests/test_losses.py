@@ -52,18 +52,6 @@ def test_micro_batches_are_weighted_by_the_terms_that_count(loss_fn: Callable[..
             assert pipe.microbatch_losses[1, 0] == 0, "not the mean over no terms"
 
 
-@pytest.mark.usefixtures("float64")
-def test_given_micro_batches_weigh_by_their_samples_if_the_target_is_whole() -> None:
-    """Regression: a target that is not cut counted as one sample, so parts of 1 and 3 samples weighed alike."""
-    net = perceptron(3)
-    net.loss_fn = lambda output, target: (output - target).square().sum(-1).mean()
-    x, y = torch.randn(4, 5), torch.randn(4)
-    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.NWise(2).credit(3))
-    pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise", 2, batch_dim=[0, None])
-    pipe.step(microbatches=[x[:3], x[3:]], targets=[y, y])
-    assert_same(gradients(pipe), expected, 1e-12)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -208,22 +196,6 @@ WRAPPED: dict[str, Callable[..., Tensor]] = {
 def test_wrapped_losses_count_what_the_loss_inside_counts(name: str) -> None:
     """Regression: unrecognised losses counted samples; ignored targets shifted micro-batch weights by up to a half."""
     assert Terms(WRAPPED[name]).counts([(torch.tensor([2, 2, 2, 1]),)], [4]) == [1]
-
-
-@pytest.mark.usefixtures("float64")
-def test_unknown_loss_with_negative_labels_warns_once() -> None:
-    net = perceptron(3)
-    net.loss_fn = lambda output, target: cross_entropy(output, target)
-    x, y = net.draw(6)
-    pipe = pipeline(net, "2-wise", 2)
-    for _ in range(4):  # the next comparison with the whole mini-batch, which would warn as well, is in step 8
-        pipe.step(x, target=y)
-    y[::3] = -100  # in both micro-batches
-    pipeline(net, "2-wise").step(x, target=y)  # one micro-batch is weighted rightly
-    with pytest.warns(UserWarning, match=r"negative labels \(-100\).*method `count\(target\)`") as seen:
-        pipe.step(x, target=y)
-    assert len(seen) == 1
-    pipe.step(x, target=y)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

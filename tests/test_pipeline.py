@@ -398,7 +398,7 @@ WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(nn.CrossEntropyLoss(reduction="none")), "Found reduction = 'none'"),
     (
         lambda: nwise.Pipeline([tied, nn.Sequential(tied)], [nn.Linear(3, 3)]),
-        r"to one stage, or to heads and the output. Found stages.0.weight again as stages.1.0.weight; untie.*`tied='sum'`",
+        r"to one stage, or to heads and the output. Found stages.0.weight again as stages.1.0.weight; untie them",
     ),
     (lambda: nwise.Pipeline([tied, nn.Linear(3, 3)], [tied]), "Found stages.0.weight again as heads.0.weight"),
     (lambda: made(num_microbatches=0), "`num_microbatches` should be an integer of at least 1. Found 0"),
@@ -444,16 +444,22 @@ WRONG_STEP_TYPES: Steps = [
     ),
     ({"stages": [Returns(lambda y: (y, None)), nn.Linear(3, 3)]}, "Found tuple of Tensor, NoneType"),
 ]
-HEAD_IN_PLACE = "The head or loss of stage 0 should not change its input in place"
+HEAD_IN_PLACE = "The head or loss of stage 0 should not change its input or target in place"
 WRONG_STEP_VALUES: Steps = [
     ({"num_microbatches": 5}, "at most the 4 samples of the mini-batch, over all replicas. Found 5; use fewer"),
     ({"num_microbatches": 2, "y": Y[:3]}, "`target` should have the input's 4 samples. Found 3"),
     (
         {"num_microbatches": 2, "y": torch.tensor(3)},
-        "`target` should have samples along dimension 0. Found a tensor without dimensions; say in which dimension",
+        "`target` should have samples along dimension 0. Found a tensor without dimensions; cut the mini-batch yourself",
     ),
-    ({"stages": [nn.Linear(3, 3), in_place()]}, "Stage 1 should not change its input in place.*set `inplace=False`"),
-    ({"stages": [nn.Linear(3, 3), in_place()], "strategy": "local"}, "Stage 1 should not change its input in place"),
+    (
+        {"stages": [nn.Linear(3, 3), in_place()]},
+        "Stage 1 should not change its input or target in place.*set `inplace=False`",
+    ),
+    (
+        {"stages": [nn.Linear(3, 3), in_place()], "strategy": "local"},
+        "Stage 1 should not change its input or target in place",
+    ),
     ({"heads": [in_place()], "strategy": "local"}, HEAD_IN_PLACE),
     ({"heads": [in_place()], "strategy": nwise.EndToEnd(heads="all")}, HEAD_IN_PLACE),
     (

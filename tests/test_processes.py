@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+import nwise
+from launch import results
 from nwise.runtime.launch import check_same
 from nwise.runtime.processes import Copied, Processes
 from nwise.runtime.world import World
+from ranks import loops
 
 
 def exchanges(kind: type[Any]) -> set[str]:
@@ -75,3 +79,25 @@ def test_ranks_without_a_value_are_not_compared() -> None:
         ValueError, match="`inputs` should be the same on every rank. Found 'a' on rank 1 and 'b' on rank 3; x."
     ):
         check_same([{"inputs": one} for one in (None, "a", None, "b")], {"inputs": "x"})
+
+
+def test_loops_under_torchrun_do_as_in_one_process(tmp_path: Path) -> None:
+    """Regressions: `summary` on one rank hung for twenty minutes; a pipeline could not be copied."""
+    norms: list[float] = []
+    pipe, model = loops.clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
+    first, second = found = results(2, "loops.py", tmp_path)
+    assert first["norms"] == second["norms"] == norms, "bit for bit those of one process"
+    assert first["after gathering"] == model(loops.data(1)[0][0]).tolist()
+    assert first["summary"] == pipe.summary()
+    assert first["local"][:2] == [[0], pipe.credit.tolist()]
+    assert first["averaged"] == ""
+    assert first["average"] == loops.averaged(), "that of one process"
+    for one in found:
+        for name in ("copied", "pickled"):
+            assert one[name][:2] == [True, True]
+            assert all(
+                "A copy of a pipeline under several processes should only be read" in text for text in one[name][2:]
+            )
+        assert re.search(
+            "`seed` should be the same .*; call `torch.manual_seed` first, with one number on all", one["seed"]
+        )

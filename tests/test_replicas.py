@@ -23,18 +23,14 @@ REFUSALS = {
     "evaluated": "Found mode of stage.0: training on rank 0 and evaluation on rank 1",
     "options": "Found options of stage.2: p=0.1, inplace=False on rank 0 and p=0.5, inplace=False on rank 1",
     "split": "Found stage.0.weight of stage 0 split over the mesh's dimension 'dp'",
-    "values": "should have the same parameters. Found stage.1.bias with values that differ by 0.00",
     "evaluated later": "should have the same trainable parameters and modes. Found others on some ranks",
-    "equal buffers": "",
-    "buffers": "All replicas of stage 0 should have the same buffers. Found other values of stage.mean, which the forward",
     "frozen later": "should have the same trainable parameters and modes. Found others on some ranks",
 }
 
 
 def test_replicas_match_plain_training_and_differences_are_found(tmp_path: Path) -> None:
-    """Regressions: sparse gradients failed; a loss, mode or frozen parameter that differed trained something else in silence, and
-    so did weights that one replica loaded later, buffers that each moved by its own samples, and updates in a post-accumulate
-    hook, which saw half of a gradient."""
+    """Regressions: sparse gradients failed; and in silence something else trained with a loss, mode or frozen parameter that
+    differed, and with weights or buffers that one replica had otherwise later."""
     for found in results(2, "replicated.py", tmp_path):
         assert found["errors"].keys() == CASES.keys()
         for name, error in found["errors"].items():
@@ -44,6 +40,11 @@ def test_replicas_match_plain_training_and_differences_are_found(tmp_path: Path)
             assert text in found["refusals"][name], name
             assert found["refusals"][name].count("All replicas") <= 1, "once"
         assert "`inputs` should be the same on every rank. Found" in found["inputs"]
+        assert "ContractError: nwise.check: 1 difference" in found["loss"], "the stage of one rank, in both"
+        assert "of shape [] in stage 1" in found["loss"]
+        named = [[text.split(". ")[0] for text in texts] for texts in found["values"]]
+        kind = "replicas with other values: stages.0"
+        assert named == [[], [f"{kind}.weight"], [f"{kind}.mean"], []]
 
 
 def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_predsim_gradients_match_reference() -> None:
     pipe.strategy = nwise.NWise(2)
     arguments = list(pipe.stages), list(pipe.heads.values()), rules.predsim_loss, X, Y, pipe.credit, 2
     expected = nwise.reference_grads(*arguments)
-    with pytest.warns(UserWarning, match="gradients are those of another loss"):
+    with pytest.warns(UserWarning, match="the loss: loss 1"):
         pipe.step(X, target=Y)
     assert_same(gradients(pipe), expected, 1e-12)
 

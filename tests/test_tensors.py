@@ -8,14 +8,16 @@ from torch import Tensor, nn
 
 import nwise
 from nets import X, Y
-from nwise.tensors import agree, sample
 
 
 def test_head_outputs_of_in_place_head_raise() -> None:
     """Regression: under end-to-end such a head never ran in a step, but it spoilt the scores of later stages."""
     heads = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 3)) for _ in range(2)]
     pipe = nwise.Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)], heads, strategy="end-to-end")
-    with torch.no_grad(), pytest.raises(ValueError, match="The head of stage 0 should not change its input in place"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="The head of stage 0 should not change its input or target in place"),
+    ):
         pipe.head_outputs(X)
 
 
@@ -43,27 +45,3 @@ def test_complex_activations_carry_gradients() -> None:
     pipe.step(X, target=Y)
     assert first.linear.weight.grad is not None
     torch.testing.assert_close(first.linear.weight.grad, expected["stages.0.linear.weight"])
-
-
-def test_samples_of_complex_values_are_real() -> None:
-    """Regression: on several processes torch warned that the imaginary parts of complex gradients were lost."""
-    assert sample(torch.tensor([1 + 2j, 3 - 4j]).conj()).double().tolist() == [[1, -2], [3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "equal"),
-    [
-        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), True),
-        (torch.tensor([1.0]), torch.tensor([1.0 + 1e-6]), False),
-        (torch.tensor([True, False]), torch.tensor([True, True]), False),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
-        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
-        (torch.ones(2, device="meta"), torch.ones(2, device="meta"), True),
-        (torch.ones(2, device="meta"), torch.ones(3, device="meta"), False),
-        (None, None, True),
-        (None, torch.ones(2), False),
-    ],
-)
-def test_tensors_of_every_kind_are_compared(first: Tensor | None, second: Tensor | None, *, equal: bool) -> None:
-    """Second forwards, hooks and walks are compared by one function; each had its own, which knew some of these."""
-    assert agree(first, second) == equal

@@ -39,6 +39,7 @@ STRATEGIES = (
 )  # fmt: skip
 VARIANTS = (
     "recompute",
+    "recompute, batch norm",
     "autocast",
     "batch norm",
     "deferred",
@@ -92,7 +93,7 @@ class Balanced(nn.Module):
 def network(num_stages: int, variant: str) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return stages and heads with dropout; the variant says what else they have."""
     torch.manual_seed(3)
-    norm = nn.BatchNorm1d(WIDTH) if variant in ("batch norm", "deferred") else nn.LayerNorm(WIDTH)
+    norm = nn.BatchNorm1d(WIDTH) if "batch norm" in variant or variant == "deferred" else nn.LayerNorm(WIDTH)
 
     def stage() -> nn.Module:
         fresh = type(norm)(WIDTH)
@@ -118,7 +119,7 @@ def network(num_stages: int, variant: str) -> tuple[list[nn.Module], list[nn.Mod
 def make(strategy: str, num_stages: int, m: int, variant: str, **options: Any) -> nwise.Pipeline:
     """Return a pipeline of `network`."""
     stages, heads = network(num_stages, variant)
-    options |= {"recompute": variant == "recompute"} | ({"compress": "bf16"} if variant == "bf16 messages" else {})
+    options |= {"recompute": "recompute" in variant} | ({"compress": "bf16"} if variant == "bf16 messages" else {})
     pipe = nwise.Pipeline(stages, heads, nn.functional.cross_entropy, strategy, m, seed=0, **options)
     return nwise.defer_batchnorm(pipe) if variant == "deferred" else pipe
 

@@ -53,9 +53,9 @@ def settings(size: Size, num_stages: int, method: str, seed: int = 0) -> Recipe:
     """Return the recipe of a run."""
     base, model = _base(size)
     if method in HOGWILD_FORMS and size == "full":
-        # Micro-batches would make its ages smaller than the paper's. Its first stage is whole mini-batches ahead, and keeps only
-        # their inputs. A captured step has no delay.
-        base = replace(base, microbatches=1, capture=False, recompute=True)
+        # Micro-batches would make its ages smaller than the paper's. Its first stage is whole mini-batches ahead; with copies of
+        # their weights it keeps only their inputs. A captured step has no delay.
+        base = replace(base, microbatches=1, capture=False, recompute=method != "hogwild")
     return replace(base, seed=seed, model=replace(model, num_stages=num_stages), strategy=method)
 
 

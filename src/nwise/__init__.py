@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from nwise import losses as losses
     from nwise.auxiliary import inject as inject
     from nwise.batchnorm import defer_batchnorm as defer_batchnorm
+    from nwise.checking import check as check
     from nwise.compiled import compile_module as compile_module
+    from nwise.findings import ContractError as ContractError
     from nwise.flow import Flow as Flow
     from nwise.flow import find_flow as find_flow
     from nwise.network.carrying import carry as carry
@@ -67,6 +69,7 @@ __version__ = "0.3.0"
 _PLACES = {
     "Blocks": "strategies",
     "Chain": "network.chain",
+    "ContractError": "findings",
     "Credit": "strategies",
     "DeepSupervision": "strategies",
     "Delayed": "strategies",
@@ -83,6 +86,7 @@ _PLACES = {
     "Rotating": "strategies",
     "Strategy": "strategies",
     "carry": "network.carrying",
+    "check": "checking",
     "clip_grad_norm_": "training.clip",
     "compile_module": "compiled",
     "defer_batchnorm": "batchnorm",

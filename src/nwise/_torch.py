@@ -6,7 +6,6 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     -------------------  -----------------------------------------  ------------------------------------------------
     run_backward         autograd.graph._engine_run_backward        autograd.backward, slower by 15 microseconds
     has_custom           names of nodes that C++ makes              none
-    has_foreign          Node._forward_cls                          none
     versions, version    Tensor._version                            none
     gradient_hooks,      Tensor._backward_hooks and                 none: hooks can be registered, not listed
       with_hooks         ._post_accumulate_grad_hooks
@@ -23,8 +22,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     TorchDispatchMode    utils._python_dispatch                     none
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
-`Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files. So may
-`RemovableHandle.next_id` and `hooks_dict_ref` of `torch.utils.hooks`, which have no underscore but no documentation either.
+`Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files.
 """
 
 from __future__ import annotations
@@ -94,18 +92,6 @@ def has_custom(nodes: Iterable[Node]) -> bool:
     # Without a call for each kind, because passes that keep cotangents ask every time.
     names = [k.__name__ for k in kinds if BackwardCFunction in k.__mro__ or k.__name__ == _NODE_OF_EXTENSIONS]
     return names not in ([], [_NODE_OF_MODULE_HOOKS])
-
-
-def has_foreign(nodes: Iterable[Node]) -> bool:
-    """Return whether any node runs a `torch.autograd.Function` that comes with neither torch nor nwise.
-
-    >>> has_foreign([torch.ones(1, requires_grad=True).exp().grad_fn])
-    False
-    """
-    functions = {getattr(kind, "_forward_cls", None) for kind in map(type, nodes)} - {None}
-    modules = {function.__module__ for function in functions}
-    # `torch.library.custom_op` makes functions of the user's backward.
-    return any(m.startswith("torch._library") or m.partition(".")[0] not in ("torch", "nwise") for m in modules)
 
 
 def caches_parametrizations() -> bool:

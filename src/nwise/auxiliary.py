@@ -12,37 +12,30 @@ It counts as a part of every loss that is computed from the stage's output, once
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 
-class HasShare(Protocol):
-    """A walk back through a graph: with which weight an auxiliary loss counts in it."""
-
-    share: float
-
-
 class _Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, aux: Tensor) -> Tensor:
-        ctx.microbatch, ctx.like = PRESENT.microbatch, aux.detach()
+        ctx.like = aux.detach()
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, Tensor]:
         # The gradient of y passes as it comes. `aux` is a mean over the micro-batch's samples, 3 of 4, so its gradient is 3/4.
-        microbatch, like = ctx.microbatch, ctx.like  # type: ignore[attr-defined]
-        return gradients[0], torch.ones_like(like) * (1.0 if microbatch is None else microbatch.share)
+        return gradients[0], torch.ones_like(ctx.like) * PRESENT.share  # type: ignore[attr-defined]
 
 
 @dataclass
 class _Present:
-    """What a pipeline sets."""
+    """What a pipeline sets: the weight of auxiliary losses in the walk that is under way."""
 
-    microbatch: HasShare | None = None  # at work; None outside a pipeline, where a loss counts as in plain PyTorch
+    share: float = 1.0  # outside a pipeline a loss counts as in plain PyTorch
     apply: Any = _Inject.apply  # the function behind `inject`
 
 
@@ -51,7 +44,7 @@ PRESENT = _Present()
 
 
 def allow_compiled_blocks() -> None:
-    """Let compiled blocks call `inject` instead of tracing it, with the share of the micro-batch that they were traced with."""
+    """Let compiled blocks call `inject` instead of tracing it, with the share of the walk that they were traced with."""
     if PRESENT.apply == _Inject.apply:
         PRESENT.apply = torch.compiler.disable(_Inject.apply)
 

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from nwise._torch import BatchNorm, share_hooks
 from nwise.checks import warn
-from nwise.held import held
 
 __all__ = ["defer_batchnorm"]
 
@@ -27,7 +26,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class DeferredBatchNorm(BatchNorm):
-    """A batch norm that collects statistics until `commit`.
+    """A batch norm that collects statistics from `begin` to `commit`; outside, it moves them as torch's does.
 
     It shares the parameters and statistics of the batch norm that it replaces, and has the same names in the state dict.
     """
@@ -45,10 +44,11 @@ class DeferredBatchNorm(BatchNorm):
         zeros = self.running_mean.new_zeros(3, original.num_features, dtype=torch.float64)
         self.register_buffer("_sums", zeros, persistent=False)
         self.train(original.training)
+        self._collects = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.ndim < 2:
-            raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
+        if not self._collects:
+            return super().forward(input)
         mean, variance = (None, None) if self.training else (self.running_mean, self.running_var)
         if self.training:
             # Sums in float64: the variance is a difference of two large numbers. Channels first, and all others in a row:
@@ -65,9 +65,19 @@ class DeferredBatchNorm(BatchNorm):
         self._sums = self._sums.double()
         return self
 
-    def discard(self) -> None:
-        """Drop the statistics collected since the last commit, for example after an error."""
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take inputs of any number of dimensions from 2 on."""
+        if input.ndim < 2:
+            raise ValueError(f"The input of a batch norm should have at least 2 dimensions. Found {input.ndim}.")
+
+    def begin(self) -> None:
+        """Collect statistics from here on."""
         self._sums.zero_()
+        self._collects = True
+
+    def discard(self) -> None:
+        """Drop what has been collected, for example after an error."""
+        self._collects = False
 
     def sum_over(self, replicas: ProcessGroup) -> None:
         """Add what the module's replicas have collected from their parts of the mini-batch; all of them call it."""
@@ -75,7 +85,7 @@ class DeferredBatchNorm(BatchNorm):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Move the running statistics by the statistics collected since the last call."""
+        """Move the running statistics by what has been collected."""
         # Without a look at the values: a look waits for the device, and cannot be captured.
         count, total, squares = self._sums[0, 0], self._sums[1], self._sums[2]
         moves, count = count > 0, count.clamp(min=1)
@@ -104,8 +114,7 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         The module (a converted copy if it is itself a batch norm).
 
     Raises:
-        ValueError: a batch norm has a forward of its own, is compiled by TorchScript, which keeps its own code, or is not
-            registered.
+        ValueError: a batch norm has a forward of its own, or is compiled by TorchScript, which keeps its own code.
 
     >>> type(defer_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))[0]).__name__
     'DeferredBatchNorm'
@@ -121,11 +130,6 @@ def defer_batchnorm(module: ModuleT) -> ModuleT:
         raise ValueError(
             f"Batch norms should be deferred before they are scripted. Found {scripted[0]!r} in TorchScript; call "
             "`defer_batchnorm` first, or script the network without it."
-        )
-    if lost := [child for child in held(module).modules if child.training and _moves(child)]:
-        raise ValueError(
-            f"Batch norms to defer should be registered, because nwise replaces them. Found {type(lost[0]).__name__} in a plain "
-            "attribute, such as a list; use `nn.ModuleList` or a child module."
         )
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
@@ -160,10 +164,9 @@ def warn_of_microbatches(module: nn.Module, num_microbatches: int) -> None:
     """
     stages = [stage for part in module.children() for stage in part.children() if stage.training]
     frozen = {inner for stage in stages for inner in stage.modules() if not inner.training}
-    unregistered = (inner for child in module.children() for inner in held(child).modules if inner.training)
     plain = [
         name
-        for name, child in (*module.named_modules(), *((type(inner).__name__, inner) for inner in unregistered))
+        for name, child in module.named_modules()
         if child not in frozen
         and ((isinstance(child, BatchNorm) and not isinstance(child, DeferredBatchNorm)) or _is_scripted(child))
     ]

@@ -24,7 +24,7 @@ If its cotangent can replace a message, a single backward pass (B) gives both gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from nwise.strategies import Strategy
 
-__all__ = ["Cotangent", "Flow", "Flows", "StageFlow", "counted", "find_flow", "flows_for"]
+__all__ = ["Cotangent", "Flow", "Flows", "StageFlow", "counted", "find_flow", "flows_for", "single_passes"]
 
 # Credits like 0.9 ** (j - k) in float64 are proportional only up to rounding. A difference that is smaller than this share of
 # its two terms counts as rounding; a credit that is small by itself does not. The rounding of float32 is part of the credit.
@@ -201,6 +201,28 @@ def flows_for(
         flows.append(find_flow(matrix, trainable=trainable, probes=probes))
     steps, microbatches = range(strategy.turns), range(num_microbatches)
     return tuple(tuple(flows[strategy.turn(step, m)] for m in microbatches) for step in steps)
+
+
+def single_passes(flow: StageFlow) -> Iterator[tuple[int | None, StageFlow]]:
+    """Iterate over the gradients that arrive at a stage, each with a pass of its own, which adds up to the stage's work.
+
+    Yields:
+        The index of the message that the pass computes, None for weights alone; and the work with this one gradient.
+    """
+
+    def apart(cotangent: Cotangent) -> Iterator[Cotangent]:
+        weights, total = (cotangent.own, *cotangent.received), cotangent.total
+        for place in [i for i, weight in enumerate(weights) if weight]:
+            own, *received = (weight * (i == place) for i, weight in enumerate(weights))
+            yield replace(cotangent, own=own, received=tuple(received), total=total, shared=True)
+            total = 0.0  # auxiliary losses count once, with the first
+
+    for q, message in enumerate(flow.messages):
+        both = q == flow.fused
+        for one in apart(message):
+            yield q, replace(flow, messages=(one,), weights=one if both else None, fused=0 if both else None)
+    for one in () if flow.weights is None or flow.fused is not None else apart(flow.weights):
+        yield None, replace(flow, weights=one)
 
 
 def counted(flows: Flows) -> dict[Flow, int]:

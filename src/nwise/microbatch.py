@@ -8,27 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nwise.randomness import Draws
-from nwise.tensors import Tensors, as_tuple, asks, names, scatter
+from nwise.tensors import Tensors, as_tuple, names, scatter
 from nwise.terms import Terms
 
 __all__ = ["Batch", "check_parts"]
 
 Weight = float | Tensor  # share of a micro-batch in a loss; a tensor of one number if it is known on the device alone
 
-Dim = int | None  # dimension of the samples; None for a tensor that is the same for all micro-batches
-# One dimension for everything, one for each input and perhaps the target, or dimensions by name.
-BatchDim = int | Sequence[Any] | Mapping[str, Any]
-_REMEDY = (
-    "; say in which dimension every tensor has its samples by `Pipeline(..., batch_dim=)`, or cut the mini-batch yourself by "
-    "`step(microbatches=...)`"
-)
+_REMEDY = "; cut the mini-batch yourself, by `step(microbatches=...)`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +35,6 @@ class Batch:
         draws: what seeds the random numbers; default: with seed 0.
         samples: share of each micro-batch in the samples, by which auxiliary losses count; default: all.
         losses: the results, by (stage, micro-batch); filled by the heads.
-        input_gradients: gradients to the inputs that ask for one, by micro-batch; filled by the first stage.
-        looked: the stages and heads that have looked in this mini-batch for gradients that their graphs add.
-        watched: stages whose inputs are to be noted. Default: none.
-        entering: these inputs, by (stage, micro-batch).
     """
 
     inputs: Sequence[Tensors]
@@ -54,21 +43,6 @@ class Batch:
     draws: Draws = field(default_factory=Draws)
     samples: Sequence[float] = (1.0,)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
-    looked: set[str] = field(default_factory=set)
-    watched: set[int] = field(default_factory=set)
-    entering: dict[tuple[int, int], Tensors] = field(default_factory=dict)
-
-    def hand_back(self) -> None:
-        """Send the gradients to the inputs back into the graphs that the inputs came from."""
-        pairs = [
-            (x, gradient)
-            for m, gradients in self.input_gradients.items()
-            for x, gradient in zip(self.inputs[m], gradients, strict=True)
-            if gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
 
     def results(self, num_stages: int) -> Results:
         """Return what the step has computed beside gradients."""
@@ -132,21 +106,13 @@ class Parts:
         inputs: the model's input, per micro-batch.
         targets: the targets, per micro-batch; None without a target.
         sizes: number of samples, per micro-batch.
-        dims, target_dims: dimension of the samples in each input and in each tensor of a target.
-        whole: the model's input before the cut; None if the micro-batches were given.
+        whole: whether nwise has cut them out of a mini-batch; False if they were given.
     """
 
     inputs: Sequence[Tensors]
     targets: Sequence[Tensors | None]
     sizes: Sequence[int]
-    dims: Sequence[Dim]
-    target_dims: Sequence[Dim]
-    whole: Tensors | None
-
-    @property
-    def ask_gradients(self) -> bool:
-        """Whether an input requires a gradient."""
-        return any(map(asks, chain.from_iterable(self.inputs)))
+    whole: bool
 
     def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
         """Return the part of a replica, weighted.
@@ -181,15 +147,14 @@ class Parts:
         return list(map(list, zip(*map(shares.__getitem__, terms), strict=True)))
 
 
-def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, batch_dim: BatchDim) -> Parts:
-    """Cut a mini-batch into micro-batches; one alone may have any shapes.
+def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int) -> Parts:
+    """Cut a mini-batch into micro-batches along dimension 0; one alone may have any shapes.
 
     Args:
         inputs: inputs of the first stage.
         target: the second argument of the losses: a tensor, a sequence or mapping of them, or None.
         num_microbatches: number of micro-batches of each replica, M.
         num_replicas: number of replicas that share the mini-batch.
-        batch_dim: dimension of the samples, as `Pipeline` takes it.
 
     Raises:
         ValueError: there are too few samples, or a tensor has another number of them.
@@ -200,55 +165,42 @@ def cut(inputs: Tensors, target: Any, num_microbatches: int, num_replicas: int, 
         raise ValueError("The mini-batch should have at least one sample. Found none.")
     num_parts = num_microbatches * num_replicas
     if num_parts == 1:
-        return Parts([inputs], [targets], [1], (), (), inputs)
-    dims, target_dims = _dims(inputs, targets or (), batch_dim)
-    size = batch_size(inputs, "The input of `step`", dims)
-    found = batch_size(targets, "`target`", target_dims) if targets and {*target_dims} != {None} else size
+        return Parts([inputs], [targets], [1], whole=True)
+    size = batch_size(inputs, "The input of `step`", _REMEDY)
+    found = size if targets is None else batch_size(targets, "`target`", _REMEDY)
     if found != size:
         raise ValueError(f"`target` should have the input's {size} samples. Found {found}{_REMEDY}.")
     check_parts(size, num_microbatches, num_replicas)
-    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts, target_dims)
+    target_parts = [None] * num_parts if targets is None else scatter(targets, num_parts)
     sizes = [size // num_parts + (m < size % num_parts) for m in range(num_parts)]
-    return Parts(scatter(inputs, num_parts, dims), target_parts, sizes, dims, target_dims, inputs)
+    return Parts(scatter(inputs, num_parts), target_parts, sizes, whole=True)
 
 
-def given(microbatches: Any, targets: Any, num_parts: int, terms: Sequence[Terms], batch_dim: BatchDim) -> Parts:
-    """Take micro-batches that the caller has cut.
+def given(microbatches: Any, targets: Any, num_parts: int) -> Parts:
+    """Take micro-batches that the caller has cut; each counts by the samples along dimension 0 of its target, or of its input.
 
     Args:
         microbatches: the model's input for each of them, a list of tensors, sequences or mappings of them.
         targets: the target for each of them, likewise, or None; None: no targets.
         num_parts: number of micro-batches of all replicas.
-        terms: counter of each stage's loss; warns of a loss that may average over something other than samples.
-        batch_dim: dimension of the samples, as `Pipeline` takes it.
 
     Raises:
         ValueError: their number is wrong, or they differ in the number or names of their inputs.
         TypeError: one is something else.
     """
-    inputs = [
-        as_tuple(x, f"`microbatches[{m}]`") for m, x in enumerate(_listed(microbatches, "microbatches", num_parts))
-    ]
+    listed = _listed(microbatches, "microbatches", num_parts)
+    inputs = [as_tuple(x, f"`microbatches[{m}]`") for m, x in enumerate(listed)]
     for m, x in enumerate(inputs):
         if (len(x), names(x)) != (len(inputs[0]), names(inputs[0])):
             found = [", ".join(names(one)) or len(one) for one in (inputs[0], x)]
             raise ValueError(
                 f"All `microbatches` should have the same inputs. Found {found[0]} in 0 and {found[1]} in {m}."
             )
-    listed = [None] * num_parts if targets is None else _listed(targets, "targets", num_parts)
-    parts = [None if y is None else as_tuple(y, f"`targets[{m}]`") for m, y in enumerate(listed)]
-    firsts, sizes = [], []  # what a loss averages over: the target, or without one the input
-    for x, y in zip(inputs, parts, strict=True):
-        dims, target_dims = _dims(x, y or (), batch_dim)
-        # The first tensor that is cut tells the number of samples: of the target, or else of the input.
-        pairs = [*zip(y or (), target_dims, strict=True), *zip(x, dims, strict=True)]
-        first, dim = next(((one, d) for one, d in pairs if d is not None and one.dim()), (x[0], None))
-        firsts.append(first)
-        sizes.append(1 if dim is None else first.size(dim))
-    if len({first.numel() / size for first, size in zip(firsts, sizes, strict=True) if size}) > 1:
-        for count in dict.fromkeys(terms):
-            count.warn_of_lengths()
-    return Parts(inputs, parts, sizes, (), (), None)
+    answers = [None] * num_parts if targets is None else _listed(targets, "targets", num_parts)
+    parts = [None if y is None else as_tuple(y, f"`targets[{m}]`") for m, y in enumerate(answers)]
+    pairs = zip(inputs, parts, strict=True)
+    sizes = [next((one.size(0) for one in (*(y or ()), *x) if one.dim()), 1) for x, y in pairs]
+    return Parts(inputs, parts, sizes, whole=False)
 
 
 def _listed(values: Any, name: str, num_parts: int) -> Sequence[Any]:
@@ -265,50 +217,6 @@ def _listed(values: Any, name: str, num_parts: int) -> Sequence[Any]:
     return values
 
 
-def check_batch_dim(batch_dim: Any) -> None:
-    """Raise TypeError unless this is a dimension, or a sequence or mapping of dimensions."""
-    found = leaves(batch_dim)
-    if batch_dim is None or any(not (d is None or (isinstance(d, int) and not isinstance(d, bool))) for d in found):
-        raise TypeError(
-            "`batch_dim` should be a dimension, or a list or dictionary of dimensions, with None for a tensor that is not cut. "
-            f"Found {batch_dim!r}."
-        )
-
-
-def leaves(value: Any) -> list[Any]:
-    """Return the dimensions in a `batch_dim`."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, tuple | list) else [value]
-
-
-def _dims(inputs: Tensors, targets: Tensors, batch_dim: BatchDim) -> tuple[list[Dim], list[Dim]]:
-    """Return the dimension of the samples in every input and in every tensor of the target."""
-    own: Any = batch_dim
-    target: Any = batch_dim
-    if isinstance(batch_dim, Mapping):
-        own = {name: dim for name, dim in batch_dim.items() if name != "target"}
-        target = batch_dim.get("target", 0)
-    elif not isinstance(batch_dim, int):
-        longer = len(batch_dim) == len(inputs) + 1
-        own, target = (batch_dim[:-1], batch_dim[-1]) if longer else (batch_dim, 0)
-    return _dim_of_each(inputs, own, "input"), _dim_of_each(targets, target, "target")
-
-
-def _dim_of_each(tensors: Tensors, dims: Any, what: str) -> list[Dim]:
-    if isinstance(dims, Mapping) and not dims.keys() - set(names(tensors)):
-        return [dims.get(name, 0) for name in names(tensors)] or [0] * len(tensors)
-    if isinstance(dims, tuple | list) and len(dims) == len(tensors) and not names(tensors):
-        return list(dims)
-    if isinstance(dims, Mapping | tuple | list):
-        known = ", ".join(names(tensors)) or f"{len(tensors)} by position"
-        raise ValueError(
-            f"`batch_dim` should fit the {what}, {known}. Found {dims!r}; give one dimension for all, a list with an entry for "
-            "each, or, for inputs by name, a dictionary."
-        )
-    return [dims] * len(tensors)
-
-
 def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
     """Raise ValueError if a mini-batch of so many samples has too few for every micro-batch of every replica."""
     if num_microbatches * num_replicas > size:
@@ -319,30 +227,23 @@ def check_parts(size: int, num_microbatches: int, num_replicas: int) -> None:
         )
 
 
-def batch_size(tensors: Tensors, what: str, dims: Sequence[Dim] | None = None) -> int:
-    """Return the common number of samples.
+def batch_size(tensors: Tensors, what: str, remedy: str = "") -> int:
+    """Return the common number of samples along dimension 0; raise ValueError if the tensors differ in it, or lack it.
 
     Args:
         tensors: the tensors.
         what: what they are, for the message.
-        dims: dimension of the samples in each tensor, None for a tensor that is not cut; default: 0 for all.
-
-    Raises:
-        ValueError: the tensors differ in it, or lack the dimension.
+        remedy: end of the message; default: none.
     """
-    remedy = "" if dims is None else _REMEDY
-    sizes = set[int]()
-    for x, dim in zip(tensors, dims or [0] * len(tensors), strict=True):
-        if dim is None:
-            continue
-        if not -x.dim() <= dim < x.dim():
-            found = f"a tensor of shape {list(x.shape)}" if x.dim() else "a tensor without dimensions"
-            raise ValueError(f"{what} should have samples along dimension {dim}. Found {found}{remedy}.")
+    for x in tensors:
+        if not x.dim():
+            raise ValueError(
+                f"{what} should have samples along dimension 0. Found a tensor without dimensions{remedy}."
+            )
         if x.is_nested or x.layout is not torch.strided:
             kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
             raise ValueError(f"{what} should be dense tensors, which can be cut. Found {kind}{remedy}.")
-        sizes.add(x.size(dim))
+    sizes = sorted({x.size(0) for x in tensors})
     if len(sizes) != 1:
-        found = str(sorted(sizes)) if sizes else "no tensor to cut"
-        raise ValueError(f"{what} should have the same number of samples in every tensor. Found {found}{remedy}.")
-    return sizes.pop()
+        raise ValueError(f"{what} should have the same number of samples in every tensor. Found {sizes}{remedy}.")
+    return sizes[0]

@@ -13,12 +13,11 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.compiled import allow_several_passes
 from nwise.losses import Losses
-from nwise.microbatch import BatchDim, Weight
+from nwise.microbatch import Weight
 from nwise.modes import evaluating
 from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
-from nwise.program.cutting import Cutter, check_input_gradients, check_same_batch, check_surroundings
-from nwise.program.habits import Habits
+from nwise.program.cutting import check_first, check_surroundings, cut_batch
 from nwise.program.program import Program
 from nwise.randomness import Draws, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
@@ -31,19 +30,20 @@ from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
 from nwise.schedule.named import Order
-from nwise.stage.hooks import Hooks
 from nwise.stage.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
 from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
+from nwise.terms import make_terms
 
 if TYPE_CHECKING:
     from nwise.exits import Answers, Bounds, Confidence, Outputs
+    from nwise.findings import Report
 
 __all__ = ["Pipeline"]
 
 
 class Pipeline(Program):
-    """A network in stages, each with a head, trained by a strategy.
+    """A network in stages, each with a head, trained by a strategy. What it asks of their code is in docs/contract.md.
 
     Args:
         stages: the main network, in order, as modules or functions that make them. A stage takes the output of the one before
@@ -57,16 +57,13 @@ class Pipeline(Program):
         schedule: order of work, one of `nwise.schedule.named.ORDERS` or a custom schedule; default: ``"best"`` with several
             processes, and with one ``"depth-first"``, which needs the least memory.
         recompute: whether a stage keeps only its input while others run, then runs its forward again (activation checkpointing).
-        tied: ``"sum"`` if the first stage may share parameters with the heads and the output; default: ``"refuse"``.
         seed: seed of dropout and other random numbers in `step`, functions of (seed, stage, step, micro-batch); default: torch's.
         placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, a rank for
             each (`nwise.schedule.placement`), or a plan (`nwise.plan`). One process has all stages.
         compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp", "tp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
-        checks: when to check what modules and losses do: ``"first"`` (default), in steps 1, 2, 4, 8, ..., or ``"always"``.
-        batch_dim: dimension of the samples, along which micro-batches are cut: of all inputs and targets (default: 0), or one for
-            each input, as a list or by name; the target's is one more entry, or ``"target"``. None: not cut, whole in each.
+        checks: ``"first"`` (default) to compare the first step with plain autograd (`nwise.check`), or ``"never"``.
         capture: whether to record steps on a GPU and replay them without Python (`nwise.capture`).
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
@@ -105,38 +102,36 @@ class Pipeline(Program):
         *,
         schedule: Order | None = None,
         recompute: bool = False,
-        tied: str = "refuse",
         seed: int | None = None,
         placement: str | Sequence[int] | Planned = "contiguous",
         compress: str | Compression = "none",
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
         checks: str = "first",
-        batch_dim: BatchDim = 0,
         capture: bool = False,
     ) -> None:
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
         super().__init__(losses, strategy, num_microbatches, schedule, seed)
-        always, self._compression = arguments.checks_always(checks), parse_compression(compress)
+        self._checks = arguments.checked_when(checks)  # "never" after the first step, "asked" in one that a check makes
+        self._compression = parse_compression(compress)
         vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's
         self.processes = join(len(given), ranks, mesh, timeout)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
-        self._sharing = arguments.Sharing(given, given_heads, tied, self.processes.size > 1)
+        self._sharing = arguments.Sharing(given, given_heads, self.processes.size > 1)
         self.stages = nn.ModuleList(mains)
         self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
-        self._input_asks = False
         self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute, always) for k in range(len(mains))]
-        self.habits = Habits(self.processes, [self._stages[k] for k in self.processes.here])
-        self._cutter, self._hooks = Cutter(self._stages, losses, self.processes, batch_dim, always), Hooks()
-        self._capture = arguments.capture_of(losses, self.processes, self._compression, always) if capture else None
+        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
+        self._terms = make_terms(losses)
+        self._capture = arguments.capture_of(self.processes, self._compression) if capture else None
+        self._begins = True  # whether the next step is the first, or one that a check makes
         self._pending: Pending | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -191,7 +186,6 @@ class Pipeline(Program):
         """
         from nwise.exits import answer, check_threshold, confidences
 
-        self._cutter.check_samples_first("The input of `exit`")
         thresholds = check_threshold(threshold, self.needed_heads())
         rules = confidences(self.loss_fns, thresholds, confidence)
         with evaluating(self), self.processes.watched("`exit`"):
@@ -224,26 +218,23 @@ class Pipeline(Program):
             The losses of this mini-batch, detached, ``[A]``; nan if a head did not run or ran in another process.
 
         Raises:
-            ValueError, TypeError: the batch does not fit the pipeline, or in the first step, its cut changes values.
+            ValueError, TypeError: the batch does not fit the pipeline.
+            nwise.ContractError: the first step differs from plain autograd.
             nwise.runtime.watch.RankError: a rank failed.
         """
         check_surroundings()
-        processes, m = self.processes, self._num_microbatches
-        parts = self._cutter.parts(inputs, named, target, microbatches, targets, m)
-        if processes.size > 1:
-            check_same_batch(processes, parts)
-        self.habits.before_step()
-        asked = parts.ask_gradients
-        structure = self._survey(asked)
+        processes, m, number = self.processes, self._num_microbatches, self._steps
+        batch = inputs, named, target, microbatches, targets
+        parts = cut_batch(*batch, m, processes.num_replicas, self._stages[0].module)
+        structure = self._survey()
         schedule, pending = self._next_schedule(structure), self._connected(parts.inputs[0])
-        if asked:
-            check_input_gradients(processes, schedule.oldest)
         pending.engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
-        number, seed, terms = self._steps, derive(self._seed, self._steps), self._cutter.terms
-        looks = self._hooks, self._cutter.looking, self.on_action
-        step = Step(number, seed, parts, terms, schedule, structure, pending, *looks)
-        results = step.run(Draws(seed, processes.replica * m)) if self._capture is None else self._capture.run(step)
-        self.habits.after_step()
+        if self._begins:
+            check_first(processes, parts, self.named_parameters(), schedule)
+            self._begins = False
+        seed, judge = derive(self._seed, number), None if self._checks == "never" else self._judge
+        step = Step(number, seed, parts, self._terms, schedule, structure, pending, self.on_action, judge)
+        results = self._capture.run(step) if self._capture else step.run(Draws(seed, processes.replica * m))
         self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
         self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
         if self._observer is not None:
@@ -255,8 +246,12 @@ class Pipeline(Program):
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
-        with self._hooks.once(self.parameters()), preserved(self._device()):
-            return self._pending is not None and self._pending.drain()
+        if self._pending is None:
+            return False
+        with preserved(self._device()):
+            drained = self._pending.drain()
+            self._judge()
+        return drained
 
     def pending_gradients(self) -> list[Gradients]:
         """Compute now the gradients that are due later under a delay, for a checkpoint; the next steps still add them.
@@ -267,7 +262,7 @@ class Pipeline(Program):
             For each of the next steps the gradients that it adds, by parameter of this process. All processes call it.
         """
         self._survey()
-        with self._hooks.once(self.parameters()), preserved(self._device()):
+        with preserved(self._device()):
             return [] if self._pending is None else self._pending.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
@@ -279,6 +274,11 @@ class Pipeline(Program):
         self.forget_pending()
         structure = self._survey()
         return bool(gradients) and self._connected(()).restore(self._next_schedule(structure), self.steps, gradients)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether gradients are due under a delay."""
+        return self._pending is not None and self._pending.has_some
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
@@ -316,13 +316,32 @@ class Pipeline(Program):
         """
         self._structure = None
 
-    def _survey(self, input_asks: bool = False) -> Structure:
-        """Pick up the caller's changes since the last step; return all modules and parameters.
+    def checked_step(self, *inputs: Input, **batch: Any) -> Report:
+        """Run a mini-batch as `step` does, with all gradients that are due later, and compare it (`nwise.check`)."""
+        checks, self._checks, self._begins = self._checks, "asked", True
+        try:
+            self.step(*inputs, **batch)
+            while self.drain():
+                pass
+        finally:
+            self._checks = checks
+        return self._report
 
-        Args:
-            input_asks: whether the input requires a gradient, which counts as a parameter of the first stage.
-        """
-        if self._structure is not None and input_asks == self._input_asks and self._structure.is_current:
+    def _judge(self) -> None:
+        """Compare the step that waits for it, if all its gradients are there."""
+        engine = self._connected(()).engine
+        received = engine.received
+        if received is None or engine.next <= received.last:
+            return
+        from nwise.checking import judge
+
+        engine.received = None
+        self._report = judge(self, received, engine.device, raises=self._checks == "first")
+        self._checks = "never"
+
+    def _survey(self) -> Structure:
+        """Pick up the caller's changes since the last step; return all modules and parameters."""
+        if self._structure is not None and self._structure.is_current:
             return self._structure
         if len(self.stages) != len(self._stages):
             raise ValueError(
@@ -335,12 +354,11 @@ class Pipeline(Program):
         self._shared = self._sharing.check(list(self.stages), heads)
         stages = zip(self._stages, self.stages, heads, strict=True)
         modules = [module for stage, main, head in stages for module in stage.survey(main, head)]
-        learn = {k: bool(self._stages[k].learns) or (input_asks and not k) for k in self.processes.here}
-        self._set_trainable(learn)
+        self._set_trainable({k: bool(self._stages[k].learns) for k in self.processes.here})
         allow_several_passes(modules)
         arguments.refuse_wrappers(modules, several=self.processes.size > 1)
-        self._input_asks = input_asks
-        self._structure = Structure((self.stages, self.heads), modules, learning(self.habits.stages))
+        here = [self._stages[k] for k in self.processes.here]
+        self._structure = Structure((self.stages, self.heads), modules, learning(here))
         return self._structure
 
     def _device(self, like: Tensor | None = None) -> torch.device | None:

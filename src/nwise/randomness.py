@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 __all__ = ["derive", "generator", "seeded"]
@@ -56,6 +59,15 @@ class Draws:
         return derive(self.seed, what, stage, self.first + microbatch)
 
 
+class SeedsAll(Draws):
+    """Seeds the generators of Python and NumPy too, so a part draws the same numbers whenever it runs."""
+
+    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+        random.seed(self.seed_of(part))
+        np.random.seed(self.seed_of(part) % 2**32)  # noqa: NPY002 - users' code draws from it
+        return super().run(part, device, function, *arguments)
+
+
 def preserved(device: torch.device | None = None) -> AbstractContextManager[None]:
     """Restore the global generators after the body, however much it draws from them.
 
@@ -81,3 +93,33 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     with preserved(device):
         seed_all(seed, device)
         yield
+
+
+States = Iterable[tuple[Callable[[Any], object], Any]]  # what restores a state, and the state
+
+
+def restore(states: States) -> None:
+    """Put states back."""
+    for put, state in states:
+        put(state)
+
+
+@contextmanager
+def kept(states: States) -> Iterator[None]:
+    """Put states back after the body."""
+    try:
+        yield
+    finally:
+        restore(states)
+
+
+def random_states() -> States:
+    """Return the states of the global random generators of Python, NumPy and every GPU; a step seeds torch's on the CPU."""
+    # While a step is captured, the GPU's random numbers come from generators of the graph.
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() and not capturing else ()
+    return [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),  # noqa: NPY002 - users' code draws from it
+        *((partial(torch.cuda.set_rng_state, device=device), torch.cuda.get_rng_state(device)) for device in devices),
+    ]

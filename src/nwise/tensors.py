@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
-from torch import Tensor, allclose, view_as_real
+from torch import Tensor
 
 from nwise._torch import versions
-from nwise.dtensor import is_dtensor
 
 __all__ = ["Tensors", "as_tuple", "run_module"]
 
@@ -93,18 +92,10 @@ def each(tensors: Tensors, function: Callable[[Tensor], Tensor]) -> Tensors:
     )
 
 
-def scatter(tensors: Tensors, num_parts: int, dims: Sequence[int | None]) -> list[Tensors]:
-    """Cut tensors into parts whose sizes differ by at most one, larger ones first.
-
-    Args:
-        tensors: the tensors.
-        num_parts: number of parts.
-        dims: dimension along which each tensor is cut; None for one that every part has whole.
-    """
-    each_cut = [
-        [x] * num_parts if dim is None else x.tensor_split(num_parts, dim) for x, dim in zip(tensors, dims, strict=True)
-    ]
-    return [like(tensors, part) for part in zip(*each_cut, strict=True)]
+def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
+    """Cut tensors along dimension 0 into parts whose sizes differ by at most one, larger ones first."""
+    parts = zip(*(x.tensor_split(num_parts) for x in tensors), strict=True)
+    return [like(tensors, part) for part in parts]
 
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
@@ -192,30 +183,31 @@ def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensor
     return (made,) if isinstance(made, Tensor) else as_tuple(made, what)
 
 
-def run_unchanged(function: Callable[..., T], inputs: Tensors, who: str, *others: Any) -> T:
-    """Call a function with tensors whose values are still needed, and with other arguments; return what it returns.
+def run_unchanged(function: Callable[..., T], inputs: Tensors, who: str, *targets: Tensors | None) -> T:
+    """Call a function with tensors whose values are still needed; return what it returns.
 
     Args:
         function: the function.
         inputs: its first argument.
         who: what changes the tensors if they change, for the error.
-        others: the other arguments.
+        targets: its other arguments.
 
     Raises:
         ValueError: it has changed a tensor in place.
     """
-    before, cause = versions(inputs), None
+    tensors = inputs if not targets or targets[0] is None else (*inputs, *targets[0])
+    before, cause = versions(tensors), None
     try:
-        made = function(inputs, *others)
+        made = function(inputs, *targets)
     except RuntimeError as error:
         if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
             raise
         cause = error
-    if cause is None and versions(inputs) == before:
+    if cause is None and versions(tensors) == before:
         return made
     raise ValueError(
-        f"{who} should not change its input in place, because other passes still need the values. "
-        "Found an in-place operation; set `inplace=False` in its first layer."
+        f"{who} should not change its input or target in place, because other passes and losses still need the values. "
+        "Found an in-place operation; clone the tensor first, or set `inplace=False` in the first layer."
     ) from cause
 
 
@@ -232,48 +224,3 @@ def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:
     if isinstance(tensors, Named):
         return tensors.by_name()
     return tensors[0] if len(tensors) == 1 and not isinstance(tensors, Sole) else tuple(tensors)
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Return a copy of at most 64 values, spread over the tensor: enough to see whether a write has changed its values.
-
-    A complex value is two real ones.
-
-    >>> import torch
-    >>> sample(torch.arange(200.0))[:3]
-    tensor([0., 4., 8.])
-    """
-    local = tensor.detach()
-    values = (local.to_local() if is_dtensor(local) else local).reshape(-1)
-    copy = values[:: max(1, -(-len(values) // 64))].clone()
-    return view_as_real(copy.resolve_conj()) if copy.is_complex() else copy
-
-
-def agree(first: Tensor | None, second: Tensor | None, relative: float = 0.0, absolute: float = 0.0) -> bool:
-    """Return whether two tensors, or two absent ones, are equal within bounds; of distributed ones, the parts of this process.
-
-    Args:
-        first, second: the tensors.
-        relative, absolute: the bounds, as of `torch.allclose`. Default: exactly equal, nan to nan.
-
-    >>> import torch
-    >>> agree(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])), agree(torch.zeros(2), None)
-    (True, False)
-    """
-    if first is None or second is None:
-        return first is second
-    if first.dtype != second.dtype or first.shape != second.shape or first.is_nested:
-        return False
-    if is_dtensor(first) and is_dtensor(second):
-        first, second = first.to_local(), second.to_local()
-    return first.is_meta or allclose(first.to_dense(), second.to_dense(), relative, absolute, equal_nan=True)
-
-
-def refuse_attributes(tensors: Tensors, what: str) -> None:
-    """Raise ValueError if tensors have attributes of the user's, which the next module would not find."""
-    for tensor in tensors:
-        if type(tensor) is Tensor and (names := [name for name in vars(tensor) if not name.startswith("_")]):
-            raise ValueError(
-                f"{what} should be plain tensors, because the next module gets their values only. Found an attribute "
-                f"{names[0]!r}; return it as another tensor of a tuple or dictionary."
-            )

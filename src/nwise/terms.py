@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nwise._torch import MODULE_CALLS, uncompiled, version
-from nwise.checks import warn
 from nwise.tensors import Tensors, as_argument
 
 # Losses of torch that average over the elements of their target, as functions and as modules.
@@ -57,12 +58,10 @@ class Terms:
         self._count = count if callable(count) else None
         options = self._options()
         owner = inner if hasattr(inner, "__name__") else type(inner)
-        self._name = getattr(owner, "__name__", "a loss")
         self.known = (
             not decorated and options.get("reduction", "mean") == "mean" and getattr(owner, "__module__", "") in _KNOWN
         )
         self._over_elements = self.known and owner in _OVER_ELEMENTS
-        ignores = self._count is None and "ignore_index" in options
         # The weights of classes, their version, and whether all count: finding out waits for the device, so once for each value.
         self._weighted: tuple[object, int, bool] = None, 0, True
         # What a loss averages over decides how uneven micro-batches weigh:
@@ -70,11 +69,7 @@ class Terms:
         #     a method `count`             what it returns
         #     `ignore_index`               targets that count, by the weights of their classes
         #     torch's, over elements       all elements of the target
-        #     anything else                samples, with a warning unless the loss is known
-        #
-        # Of other losses nwise assumes that they average over samples, and warns once of what may contradict it.
-        assumed = not (self.known or ignores or self._count is not None)
-        self._warns_of_ignored = self._warns_of_lengths = assumed
+        #     anything else                samples
 
     def _options(self) -> dict[str, Any]:
         """Return the present options of the loss, which may be set during training, such as the weights of classes."""
@@ -106,9 +101,6 @@ class Terms:
         counts = [float(size) if y is None else self._terms(y, size, options) for y, size in pairs]
         if on_device:
             return counts
-        for target in targets:
-            for tensor in target if target and self._warns_of_ignored else ():
-                self._warn_of_ignored(tensor)
         counts = list(map(float, counts))
         for count in counts:
             if not 0 <= count < math.inf:
@@ -131,9 +123,10 @@ class Terms:
             return float(labels.numel() // labels.shape[1]) if labels.dim() > 1 else float(samples)
         kept = labels != options["ignore_index"]
         weight = options.get("weight")
-        weights = kept if weight is None else torch.where(kept, weight[labels.where(kept, 0)], 0)
-        count = weights.sum(dtype=torch.float64)
-        if weight is None or self._all_count(weight):
+        if not isinstance(weight, Tensor):  # a loss of one's own may have something else of this name
+            return kept.sum(dtype=torch.float64)
+        count = torch.where(kept, weight[labels.where(kept, 0)], 0).sum(dtype=torch.float64)
+        if self._all_count(weight):
             return count
         number = float(count)  # waits for the device
         if not number and options.get("label_smoothing") and bool(kept.any()):
@@ -152,33 +145,9 @@ class Terms:
             self._weighted = weight, version(weight), every
         return every
 
-    def warn_of_lengths(self) -> None:
-        """Warn once that an unknown loss may average over parts of samples, because these differ in length."""
-        if self._warns_of_lengths:
-            self._warns_of_lengths = False
-            warn(
-                f"The samples of `microbatches` should have one length if nwise does not know what the loss {self._name!r} "
-                "averages over. Found several lengths; every micro-batch is weighted by its samples. If the loss averages over "
-                "anything else, such as tokens, give it a method `count(target)`, as `nwise.losses.TokenCrossEntropy` has."
-            )
-
-    def _warn_of_ignored(self, labels: Tensor) -> None:
-        """Warn once that an unknown loss may ignore some targets."""
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool or not labels.numel():
-            return
-        least = int(labels.min())
-        if least < 0 and not bool((labels.abs() == 1).all()):  # -1 and 1 are the labels of pairs and margins
-            self._warns_of_ignored = False
-            warn(
-                f"The target has negative labels ({least}), which losses usually ignore. nwise cannot tell whether this one "
-                "does, and weights its micro-batches by samples. If it does, use `functools.partial(cross_entropy, "
-                "ignore_index=...)`, `nwise.losses.TokenCrossEntropy`, or an object with a method `count(target)` that returns "
-                "how many terms the loss averages over."
-            )
-
 
 def make_terms(losses: Sequence[Callable[..., Tensor]]) -> list[Terms]:
-    """Return the terms of every loss; equal losses share theirs, so one that cannot be counted warns once."""
+    """Return the terms of every loss; equal losses share theirs."""
     try:
         terms = {loss: Terms(loss) for loss in dict.fromkeys(losses)}
         return [terms[loss] for loss in losses]
@@ -222,3 +191,23 @@ def _defaults(loss_fn: Any) -> dict[str, Any]:
         names = ("reduction", "ignore_index", "weight", "label_smoothing")
         return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
     return {"ignore_index": -100} if loss_fn in (functional.cross_entropy, functional.nll_loss) else {}
+
+
+def modules_of(loss: Any) -> dict[str, nn.Module]:
+    """Return the modules whose buffers a loss may change, by the beginning of their names."""
+    #     nn.Module, partial(module), module.method    {"": module}
+    #     a function that reads `ema` from outside     {"ema.": ema}
+    #     an object with an attribute `ema`            {"ema.": ema}
+    while not isinstance(loss, nn.Module):
+        inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
+        if inner is None or isinstance(inner, ModuleType):  # of a built-in function
+            break
+        loss = inner
+    if isinstance(loss, nn.Module):
+        return {"": loss}
+    try:
+        used = inspect.getclosurevars(loss)
+        known: dict[str, Any] = {**used.globals, **used.nonlocals}
+    except (TypeError, ValueError):  # no function of Python, or one without its values yet
+        known = getattr(loss, "__dict__", {})
+    return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}

@@ -17,7 +17,7 @@ from ranks.common import batches, closed, make_optimizer, write
 WIDTH = 6
 
 
-def pipeline(cut: tuple[int, ...], strategy: str, **options: Any) -> nwise.Pipeline:
+def pipeline(cut: tuple[int, ...], strategy: Any, m: int = 1, **options: Any) -> nwise.Pipeline:
     """Four blocks with dropout and an output layer, cut into stages of so many blocks; heads by where they stand."""
     torch.manual_seed(0)
     blocks: dict[str, nn.Module] = {
@@ -37,7 +37,7 @@ def pipeline(cut: tuple[int, ...], strategy: str, **options: Any) -> nwise.Pipel
         [heads[end - 1] for end in ends],
         nn.functional.cross_entropy,
         strategy,
-        1,
+        m,
         seed=1,
         **options,
     )

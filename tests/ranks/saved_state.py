@@ -69,7 +69,8 @@ def make(loss: Any, cut: tuple[str, ...] = ("a", "b")) -> tuple[nwise.Pipeline, 
 def train(pipe: nwise.Pipeline, optimizer: torch.optim.Optimizer, steps: int, rate: Any = None) -> None:
     for _ in range(steps):
         random = torch.Generator().manual_seed(pipe.steps)
-        pipe.step(torch.randn(5, 4, generator=random), target=torch.randint(3, (5,), generator=random))
+        x = torch.randn(5, 4, generator=random).to(next(pipe.parameters()).dtype)
+        pipe.step(x, target=torch.randint(3, (5,), generator=random))
         optimizer.step()
         optimizer.zero_grad()
         if rate is not None:

@@ -1,8 +1,8 @@
 """Captured steps: what a step computes on a GPU is recorded once, and later steps replay it without Python.
 
-    step 1, 2   run eagerly         its checks look; which parts draw random numbers is noted
-    step 3      recorded, replayed
-    step 4 ...  batch --copy--> [ replay ] --> gradients, losses
+    two steps   run eagerly         which parts draw random numbers is noted
+    a step      recorded, replayed
+    the others  batch --copy--> [ replay ] --> gradients, losses
 
 One process replays one graph. One of several replays what it computes between its messages, a segment, as one graph each::
 
@@ -12,38 +12,38 @@ One process replays one graph. One of several replays what it computes between i
 The messages are those of an eager step. So each rank decides alone whether it records, replays or runs eagerly.
 
 Each kind of step has a recording of its own: the place in a strategy's cycle, the shapes of the batch, the dtype of autocast. A
-change of modules, of their numbers (such as a dropout rate) or of the memory of parameters makes all recordings again.
+change of modules or of what is trained makes all recordings again.
 
-Python of modules and losses does not run in a replay. So a part that reads values, draws from the CPU or counts its calls in an
-attribute cannot be captured; then the pipeline says which, and runs its steps eagerly.
+Python of modules and losses does not run in a replay. So a part that reads values or draws from the CPU cannot be captured; then
+the pipeline says which, and runs its steps eagerly. What else a recording relies on stays as it was, as with
+`torch.cuda.make_graphed_callables`: attributes such as a dropout rate, and the memory of parameters and buffers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from nwise._torch import has_hooks
+from nwise._torch import has_hooks, with_hooks
 from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
-from nwise.capture.surroundings import Surroundings
 from nwise.checks import warn
-from nwise.held import random_states_kept
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
-from nwise.randomness import Draws, Part
+from nwise.randomness import Draws, Part, kept, random_states
 from nwise.runtime.mail import Memory
 from nwise.runtime.step import Step
+from nwise.runtime.structure import Structure
+from nwise.stage.graph import gradients_aside
 from nwise.tensors import Tensors, each, names
 
 __all__ = ["Capture"]
 
-_EAGER_STEPS = 2  # of every kind before its recording: the checks of first steps read values
+_EAGER_STEPS = 2  # of every kind before its recording, in which libraries choose their algorithms
 _LIMIT = 8  # recordings in use, and changes in close succession that make all of them again
 _MANY = 100  # steps of a kind after which a change was worth its recording
 
@@ -74,38 +74,37 @@ class StepKind:
 class Capture:
     """Runs the steps of a pipeline eagerly or by replay; the numbers of the losses must stay while a step is recorded."""
 
-    def __init__(self, losses: Sequence[Any]) -> None:
-        self._losses = losses
+    def __init__(self) -> None:
         self._kinds: dict[Hashable, StepKind] = {}
         self._graphs: CudaGraphs | None = None
-        self._surroundings: Surroundings | None = None
+        self._structure: Structure | None = None
         self._changes = 0
         self._failed = self._full = False
 
     def run(self, step: Step) -> Results:
         """Run a step: fill every ``.grad``, and return the rest."""
-        watched = step.on_action is not None or step.engine.recorder is not None
-        if self._failed or watched or step.parts.ask_gradients:
-            return step.run(Draws(step.seed))
         if step.schedule.oldest:
             raise ValueError(
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
                 f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
             )
-        # The cheap questions first: a warm step compares attributes and addresses, and finds its recording by its key.
-        surroundings = self._surroundings
-        if surroundings is None or surroundings.structure is not step.structure or surroundings.changed() is not None:
-            surroundings = self._look(step)
-        hooked = step.hooks.find(step.structure.learns)
-        if hooked or any(surroundings.hooks):
-            refuse_hooks(surroundings.modules, hooked)
+        hooked = with_hooks(step.structure.learns)
+        if hooked or any(map(has_hooks, step.structure.modules)):
+            refuse_hooks(step.structure.modules, hooked)
+        if self._graphs is None:
+            self._graphs = make_graphs(step.engine.device)
+        watched = step.on_action is not None or step.engine.recorder is not None
+        if self._failed or watched or step.judge is not None:
+            return step.run(Draws(step.seed))
+        if self._structure is not step.structure:
+            self._look(step)
         given = _tensors(step.parts)
         kind = None if self._failed else self._kind(_key(step, given))
         if kind is not None and kind.recording is None:
             if kind.steps < _EAGER_STEPS:
                 return self._eagerly(step, kind)
             try:
-                kind.recording = self._record(step, kind, surroundings)
+                kind.recording = self._record(step, kind)
             except NotRecordableError as error:
                 self._stop(str(error))
         if kind is None or kind.recording is None:
@@ -129,75 +128,50 @@ class Capture:
 
     def _eagerly(self, step: Step, kind: StepKind) -> Results:
         """Run a step eagerly, and note who draws random numbers."""
-        if self._graphs is None:
-            self._graphs = make_graphs(step.engine.device)
+        assert self._graphs is not None, "as `run` has made them"
         draws = Observed(step.seed)
         with self._graphs.beside():
             results = step.run(draws)
         kind.steps, kind.drawing = kind.steps + 1, draws.drawing
-        # A first step may add attributes, such as a cache; what changes again in the second one changes in every step.
-        if self._surroundings is not None and (name := self._surroundings.changed()):
-            self._look(step, but=kind)
-            if kind.steps == _EAGER_STEPS:
-                self._stop(f"`{name}` changes in every step")
         return results
 
-    def _record(self, step: Step, kind: StepKind, surroundings: Surroundings) -> Recording:
+    def _record(self, step: Step, kind: StepKind) -> Recording:
         """Record a step; if it cannot be, everything is as before."""
         assert self._graphs is not None, "the first steps of a kind run eagerly"
         learns = step.structure.learns
-        before = [p.grad for p in learns]
         inputs, targets = (
             [None if x is None else each(x, lambda t: t.detach().clone()) for x in part]
             for part in (step.parts.inputs, step.parts.targets)
         )
-        parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets, whole=None)
-        draws = Recorded(self._graphs, kind.drawing, surroundings.generators)
-        for p in learns:
-            p.grad = None
+        parts = replace(step.parts, inputs=cast(list[Tensors], inputs), targets=targets)
+        draws = Recorded(self._graphs, kind.drawing)
         # Autocast keeps a cast weight for the forwards that follow. One of an eager step would lie outside the graph's memory,
         # and one of the recording has no values afterwards.
         torch.clear_autocast_cache()
         try:
-            with ExitStack() as stack:
-                for container in step.structure.containers:
-                    stack.enter_context(random_states_kept(container))
-                _refuse_other_devices(step, surroundings)
+            with kept(random_states()), gradients_aside(learns):
+                _refuse_other_devices(step)
                 memory = step.engine.mail.memory(step.schedule, step.number, step.parts.inputs)
-                stack.enter_context(draws)
-                results = step.record(parts, draws, memory)
-                values = torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])
-            gradients = [p.grad for p in learns]
-            if name := surroundings.changed():
-                raise NotRecordableError(f"changes `{name}` in every step")
+                with draws:
+                    results = step.record(parts, draws, memory)
+                    values = torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])
+                gradients = [p.grad for p in learns]
         except Exception as error:
-            surroundings.restore()
             known = isinstance(error, NotRecordableError)
             cause = str(error) if known else f"raises {type(error).__name__}: {error}".splitlines()[0]
             raise NotRecordableError(f"{draws.name} {cause}") from error
         finally:
             torch.clear_autocast_cache()
-            for p, gradient in zip(learns, before, strict=True):
-                p.grad = gradient
         read = [x for x in _tensors(parts) if x is not None]
         return Recording(draws.segments, read, memory, gradients, results, values)
 
-    def _look(self, step: Step, but: StepKind | None = None) -> Surroundings:
-        """Take the present surroundings as those that the next steps are compared with.
-
-        Args:
-            step: the step.
-            but: a kind of steps that has begun in them; the other kinds, which have run in others, are forgotten. Default: none.
-        """
-        kept = {key: kind for key, kind in self._kinds.items() if kind is but}
-        if len(kept) < len(self._kinds):
-            self._kinds, self._graphs, self._changes = kept, None, self._changes + 1
+    def _look(self, step: Step) -> None:
+        """Take the present modules as those that the next steps are recorded with; earlier recordings are forgotten."""
+        if self._kinds:
+            self._kinds, self._graphs, self._changes = {}, make_graphs(step.engine.device), self._changes + 1
             if self._changes > _LIMIT:
-                self._stop(
-                    f"modules, their attributes or the memory of tensors changed {_LIMIT} times in close succession"
-                )
-        self._surroundings = Surroundings(step.structure, self._losses)
-        return self._surroundings
+                self._stop(f"modules or what is trained changed {_LIMIT} times in close succession")
+        self._structure = step.structure
 
     def _stop(self, cause: str) -> None:
         """Run all later steps eagerly, and say why."""
@@ -210,7 +184,7 @@ class Capture:
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the recordings."""
-        return Capture, (self._losses,)
+        return Capture, ()
 
 
 def make_graphs(device: torch.device) -> CudaGraphs:
@@ -270,13 +244,11 @@ def _in_one_place(first: Tensor, second: Tensor | None) -> bool:
     return second is not None and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def _refuse_other_devices(step: Step, surroundings: Surroundings) -> None:
+def _refuse_other_devices(step: Step) -> None:
     """Raise NotRecordableError for tensors on another device, whose values a recording would keep."""
     device = step.engine.device
     if any(x is not None and x.device != device for x in _tensors(step.parts)):
         raise NotRecordableError(f"gets a tensor of the batch that is not on the device {device}")
-    if name := surroundings.elsewhere(device):
-        raise NotRecordableError(f"has `{name}` on another device than {device}")
 
 
 def _outputs(results: Results) -> list[Tensor]:
@@ -300,8 +272,9 @@ def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     batch = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in given)
     known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
     autocast = autocast_dtype(step.engine.device)
+    modes = tuple([module.training for module in step.structure.modules])
     exact, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return step.schedule.digest, step.schedule.flows[call], call, batch, known, exact, precision, autocast
+    return step.schedule.digest, step.schedule.flows[call], call, batch, known, modes, exact, precision, autocast
 
 
 def _tensors(parts: Parts) -> list[Tensor | None]:

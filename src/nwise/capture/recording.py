@@ -23,8 +23,7 @@ from typing import Any, Self
 import torch
 
 from nwise._torch import TorchDispatchMode
-from nwise.held import random_states
-from nwise.randomness import Draws, Part, T
+from nwise.randomness import Draws, Part, T, random_states
 
 __all__ = ["CudaGraphs", "NotRecordableError"]
 
@@ -143,12 +142,12 @@ class Observed(Draws):
 class Recorded(Draws):
     """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
 
-    `drawing` is that of `Observed`, `generators` are those that modules hold, and `segments` are the graphs so far.
+    `drawing` is that of `Observed`, and `segments` are the graphs so far.
     """
 
-    def __init__(self, graphs: CudaGraphs, drawing: Sequence[Counter[Part]], generators: Sequence[Any]) -> None:
+    def __init__(self, graphs: CudaGraphs, drawing: Sequence[Counter[Part]]) -> None:
         super().__init__()
-        self._graphs, self._drawing, self._generators = graphs, drawing, generators
+        self._graphs, self._drawing = graphs, drawing
         self.segments: list[Seeded] = []
         self._open, self._streams = ExitStack(), dict[Part, list[int]]()
         self._part = ""
@@ -196,6 +195,6 @@ class Recorded(Draws):
 
     def _present(self, device: torch.device) -> list[str]:
         """Return the states of all generators on the CPU, but for that which a part on the CPU draws from."""
-        states = [state for _, state in random_states(self._generators)]
+        states = [state for _, state in random_states()]
         states += [torch.default_generator.get_state()] if device.type != "cpu" else []
         return [repr(state.tolist() if isinstance(state, torch.Tensor) else state) for state in states]

@@ -5,19 +5,22 @@
     losses.<stage>.<name>          buffers of the losses, such as a running mean of the outputs
     optimizer.<parameter>.<entry>  the optimizer's state, such as ``optimizer.model.blocks.0.weight.exp_avg``
     due.<n>.<parameter>            gradient that the step after n further ones will leave, under a delay
-    random.<stage>                 torch's random state, which no step uses (`nwise.randomness`)
+    random.<stage>                 states of the generators of torch, Python and NumPy, for what else draws from them
 
 The data need no state: the seed and the step's number determine its samples (`nwise.app.data.batch_indices`).
 """
 
 from __future__ import annotations
 
+import json
+import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor
@@ -65,7 +68,7 @@ def collect_tensors(
             )
         due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
         tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
-    tensors[f"random.{pipe.processes.here[0]}"] = torch.get_rng_state()
+    tensors[f"random.{pipe.processes.here[0]}"] = _generators()
     # Copies, because training goes on while the writer's thread works.
     order = torch.contiguous_format
     return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
@@ -201,9 +204,9 @@ def restore(
     # To the CPU, except that parts of a DTensor stay on their mesh's device.
     fresh = {n: torch.empty_like(t.detach(), device=None if is_dtensor(t) else "cpu") for n, t in wanted.items()}
     fresh |= {} if loader is None else loader.fresh
-    random = f"random.{pipe.processes.here[0]}"
-    if random in sizes:
-        fresh[random] = torch.empty(sizes[random], dtype=torch.uint8)
+    generators = f"random.{pipe.processes.here[0]}"
+    if generators in sizes:
+        fresh[generators] = torch.empty(sizes[generators], dtype=torch.uint8)
     files.read(folder, fresh, group)
     with torch.no_grad():
         for name, tensor in targets.items():
@@ -215,8 +218,8 @@ def restore(
             notes += loader.load(settings=settings)
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
-    if random in sizes:
-        torch.set_rng_state(fresh[random])
+    if generators in sizes:
+        _set_generators(fresh[generators])
     pipe.steps = int(facts["step"])
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
     used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
@@ -225,6 +228,23 @@ def restore(
     if lost := 0 if kept else int(facts.get("due", 0)):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return changes
+
+
+def _generators() -> Tensor:
+    """Return the states of the generators of torch, Python and NumPy, as bytes."""
+    name, keys, *others = cast(Any, np.random.get_state())  # noqa: NPY002 - users' code draws from it
+    text = json.dumps([random.getstate(), [name, keys.tolist(), *others]])
+    return torch.cat([torch.get_rng_state(), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)])
+
+
+def _set_generators(state: Tensor) -> None:
+    """Set the generators; a checkpoint of 0.2 has the state of torch's alone."""
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size])
+    if len(state) > size:
+        (version, numbers, gauss), numpy_state = json.loads(bytes(state[size:].tolist()))
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(tuple(numpy_state))  # noqa: NPY002
 
 
 def _undo_steps(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +12,7 @@ from nwise._torch import plain_name
 from nwise.checkpoint.files import replacing
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
+from nwise.terms import modules_of
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
     # A loss may hold a layer of the network, whose parameters are saved with the network.
     found: dict[str, Tensor] = {}
     for k in pipe.processes.here:
-        for path, module in _modules_of(pipe.loss_fns[k]).items():
+        for path, module in modules_of(pipe.loss_fns[k]).items():
             parameters = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
             state = plain_state(module).items()
             found |= {f"losses.{k}.{path}{name}": tensor for name, tensor in state if name not in parameters}
@@ -60,7 +59,7 @@ def loss_buffers(pipe: Pipeline) -> dict[str, Tensor]:
 
 def made_anew(pipe: Pipeline, state: Mapping[str, Tensor]) -> list[str]:
     """Return the names in a state whose tensors are no memory of a parameter or buffer of this process."""
-    losses = [module for k in pipe.processes.here for module in _modules_of(pipe.loss_fns[k]).values()]
+    losses = [module for k in pipe.processes.here for module in modules_of(pipe.loss_fns[k]).values()]
     own = {None, *(_storage(x) for module in (pipe, *losses) for x in (*module.parameters(), *module.buffers()))}
     return [name for name, tensor in state.items() if _storage(tensor) not in own and tensor.numel()]
 
@@ -68,26 +67,6 @@ def made_anew(pipe: Pipeline, state: Mapping[str, Tensor]) -> list[str]:
 def _storage(tensor: Tensor) -> int | None:
     """Return where the memory of a tensor begins; None if its class may have several parts."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else None
-
-
-def _modules_of(loss: Any) -> dict[str, nn.Module]:
-    """Return the modules whose buffers a loss may change, by the beginning of their names."""
-    #     nn.Module, partial(module), module.method    {"": module}
-    #     a function that reads `ema` from outside     {"ema.": ema}
-    #     an object with an attribute `ema`            {"ema.": ema}
-    while not isinstance(loss, nn.Module):
-        inner = getattr(loss, "func", getattr(loss, "__wrapped__", getattr(loss, "__self__", None)))
-        if inner is None or isinstance(inner, ModuleType):  # of a built-in function
-            break
-        loss = inner
-    if isinstance(loss, nn.Module):
-        return {"": loss}
-    try:
-        used = inspect.getclosurevars(loss)
-        known: dict[str, Any] = {**used.globals, **used.nonlocals}
-    except (TypeError, ValueError):  # no function of Python, or one without its values yet
-        known = getattr(loss, "__dict__", {})
-    return {f"{name}.": module for name, module in sorted(known.items()) if isinstance(module, nn.Module)}
 
 
 def main_state(pipe: Pipeline) -> dict[str, Tensor]:

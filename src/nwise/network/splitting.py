@@ -48,7 +48,6 @@ def split(
     at: Sequence[str] | int,
     *,
     example: Input | Tensors | None = None,
-    tied: str = "refuse",
     before: Mapping[str, Callable[..., Any]] | None = None,
     unchecked: bool = False,
 ) -> list[Chain]:
@@ -65,7 +64,6 @@ def split(
             opened if there are too few blocks outside of them.
         example: an input, or a tuple or dictionary of them, to compare the stages with the model on, without gradients, in eval
             mode and, with one seed, in training mode. A module with a custom ``forward`` needs it.
-        tied: ``"sum"`` if the first and the last stage may share parameters, as for `Pipeline`; default: ``"refuse"``.
         before: functions without parameters that a custom ``forward`` calls between its modules, by the name of the module that
             follows, such as ``{"fc": nn.Flatten()}`` for torchvision's networks.
         unchecked: whether to cut a module with a custom ``forward`` without an example. Default: False.
@@ -112,7 +110,7 @@ def split(
             f"`model` should keep its parameters and buffers in its child modules. Found {lost[0]!r} outside of them; "
             "move it into a child module."
         )
-    refuse_tied(stages, tied)
+    refuse_tied(stages)
     own = dict(model.named_modules(remove_duplicate=False))  # without the functions of `before`
     for stage in stages:
         places = {name: own[name] for name in stage.places() if name in own}

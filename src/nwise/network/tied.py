@@ -60,20 +60,15 @@ def _copy_second_places(module: nn.Module, path: str, seen: set[object], new: li
         _copy_second_places(child, f"{path}{name}.", seen, new)
 
 
-def refuse_tied(stages: Sequence[nn.Module], tied: str) -> None:
-    """Raise ValueError if stages share a parameter or buffer, unless `tied` is ``"sum"`` and they are the first and the last."""
-    if tied not in ("refuse", "sum"):
-        raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
-    # `tied="sum"` is for the embedding of the first stage and the output matrix of the last, whose gradients are added.
-    ends = (0, len(stages) - 1)
+def refuse_tied(stages: Sequence[nn.Module]) -> None:
+    """Raise ValueError if stages share a parameter or buffer."""
     places: dict[Tensor, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
         for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
             first, other = places.setdefault(tensor, (k, name))
-            if first != k and not (tied == "sum" and (first, k) == ends):
-                hint = " Or pass `tied='sum'`, in one process." if (first, k) == ends else ""
+            if first != k:
                 raise ValueError(
                     f"Every parameter and buffer should belong to one stage. Found that {name!r} of stage {k} is {other!r} of "
                     f"stage {first} (tied): with losses on several stages it would have several credits, and on two devices two "
-                    f"values. `nwise.untie(model)` makes a copy for each.{hint}"
+                    "values. `nwise.untie(model)` makes a copy for each."
                 )

@@ -29,6 +29,7 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.partitions import Piece
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
+from nwise.stage.weights import Weights
 from nwise.strategies import EndToEnd
 from nwise.tensors import Tensors, as_argument, as_leaves, as_tuple, run_module
 
@@ -183,7 +184,7 @@ def _action_overhead() -> float:
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(_ALONE, batch, 0, _ALONE.passes, inputs=(x,))
+        tape = Tape(_ALONE, batch, 0, _ALONE.passes, Weights(stage.learns), (x,))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
             stage.run(Action(kind, 0, 0), tape)
 

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nwise._torch import gradient_hooks
 from nwise.checks import check_at_least
 from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
@@ -140,11 +141,27 @@ def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head"
             )
 
 
-def checks_always(checks: str) -> bool:
-    """Return whether checks of what modules and losses do run in every step."""
-    if checks not in ("first", "always"):
-        raise ValueError(f"`checks` should be 'first' or 'always'. Found {checks!r}.")
-    return checks == "always"
+def checked_when(checks: str) -> str:
+    """Return the argument `checks`; raise ValueError if it is something else."""
+    if checks not in ("first", "never"):
+        raise ValueError(
+            f"`checks` should be 'first' or 'never'. Found {checks!r}; to check at any other time, call `nwise.check`."
+        )
+    return checks
+
+
+def refuse_update_hooks(parameters: Iterable[tuple[str, Tensor]], why: str) -> None:
+    """Raise ValueError for parameters with hooks that run after each addition to their gradients, as updates in a backward do.
+
+    Args:
+        parameters: the parameters, by name.
+        why: what lets a step add to a gradient several times.
+    """
+    if hooked := [name for name, p in parameters if gradient_hooks(p)[1]]:
+        raise ValueError(
+            f"Parameters should have no hooks of `register_post_accumulate_grad_hook` with {why}, because these run after each "
+            f"of several additions to a gradient. Found one on {hooked[0]}; update after `step`, by an optimizer."
+        )
 
 
 def placed(
@@ -181,24 +198,17 @@ def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor])
 class Sharing:
     """Finds a parameter in two places that would give it two credits.
 
-    Heads and the output may share parameters: the gradient is the sum over their losses. With ``tied="sum"`` the first stage may
-    share them too, as a tied embedding does.
+    Heads and the output may share parameters: the gradient is the sum over their losses.
 
     Args:
         stages, heads: what the caller has passed, those of other processes included.
-        tied: ``"sum"`` or ``"refuse"``.
         several: whether there are several processes, which cannot share parameters.
-
-    Raises:
-        ValueError: `tied` is something else.
     """
 
     def __init__(
-        self, stages: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None], tied: str, several: bool
+        self, stages: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None], several: bool
     ) -> None:
-        if tied not in ("refuse", "sum"):
-            raise ValueError(f"`tied` should be 'refuse' or 'sum'. Found {tied!r}.")
-        self._tied, self._several = tied, several
+        self._several = several
         # Weakly, because the caller may free what other processes train.
         self._given: Mapping[str, Mapping[str, Tensor]] = {
             place: WeakValueDictionary(module.named_parameters())
@@ -209,7 +219,7 @@ class Sharing:
     def check(self, stages: Sequence[nn.Module], heads: Sequence[nn.Module | None]) -> tuple[str, str] | None:
         """Return two names of a shared parameter, or None; raise ValueError if it may not be shared."""
         owners = list(_places(stages, heads))
-        allowed = {f"stages.{len(stages) - 1}", *(["stages.0"] if self._tied == "sum" else [])}
+        last = f"stages.{len(stages) - 1}"
         _refuse_lazy(owners)
         seen: dict[Tensor, tuple[str, str]] = {}
         shared = None
@@ -220,13 +230,11 @@ class Sharing:
                 if first[0] == owner:
                     continue
                 shared = ".".join(first), f"{owner}.{name}"
-                places = {place for place in (first[0], owner) if not place.startswith("heads.")} - allowed
-                if places or self._several:
+                if self._several or any(place.startswith("stages.") and place != last for place in (first[0], owner)):
                     alone = "one stage or head in several processes" if self._several else ""
-                    hint = ", or pass `tied='sum'`" if places == {"stages.0"} and not self._several else ""
                     raise ValueError(
                         f"Every parameter should belong to {alone or 'one stage, or to heads and the output'}. Found {shared[0]} "
-                        f"again as {shared[1]}; untie them by `nwise.untie(model)` or a copy.deepcopy of one{hint}."
+                        f"again as {shared[1]}; untie them by `nwise.untie(model)` or a copy.deepcopy of one."
                     )
         return shared
 
@@ -240,20 +248,19 @@ def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[st
         yield from ((f"{what}.{k}", module) for k, module in enumerate(modules) if module is not None)
 
 
-def capture_of(losses: Sequence[LossFn], processes: Processes, compression: object, always: bool) -> Capture:
+def capture_of(processes: Processes, compression: object) -> Capture:
     """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
     size, ranks = processes.size, processes.num_ranks
     others = {
         f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
         "`compress`; leave it out": compression is not None,
-        "`checks='always'`, which reads values in every step; use `checks='first'`": always,
     }
     if any(others.values()):
         found = next(name for name, is_given in others.items() if is_given)
         raise ValueError(
-            "A captured pipeline should have whole stages without replicas, messages without compression, and few checks. "
+            "A captured pipeline should have whole stages without replicas, and messages without compression. "
             f"Found {found}."
         )
     from nwise.capture.capture import Capture
 
-    return Capture(losses)
+    return Capture()

@@ -30,13 +30,11 @@ _FIXED = {
     "loss_fn",
     "loss_fns",
     "recompute",
-    "tied",
     "placement",
     "compress",
     "mesh",
     "timeout",
     "checks",
-    "batch_dim",
     "capture",
 }
 

@@ -19,6 +19,7 @@ from nwise.randomness import Draws
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.mail import Memory, Tell
 from nwise.runtime.processes import Doing, Processes
+from nwise.runtime.received import Received
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
@@ -44,6 +45,7 @@ class Engine:
 
     Attributes:
         recorder: None, or a function called with the start and end of every action.
+        received: None, or what keeps what the stages receive in a step that is compared (`nwise.checking`).
         sent: bytes that the last step sent as activations and as gradients.
         mail: the messages from and to other ranks.
         tapes: those of the mini-batches with passes to come, by number, stage and micro-batch.
@@ -58,6 +60,7 @@ class Engine:
         compression: Compression | None = None,
     ) -> None:
         self.recorder: Recorder | None = None
+        self.received: Received | None = None
         self.sent, self.device = [0, 0], device
         self._processes, self._stages = processes, {stage.index: stage for stage in stages}
         self._wire = Wire(compression)
@@ -87,7 +90,6 @@ class Engine:
             batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
         with self._call(schedule, step, self._add(schedule, step, batch)):
             self._compute(schedule, step, batch.draws, _teller(self._processes, step, self.recorder, on_action))
-        self._processes.steps += 1
 
     def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
         """Run the computations of a call from memory to memory, without messages and updates."""
@@ -107,7 +109,6 @@ class Engine:
         with self._call(schedule, step, self.mail.add(schedule, step, inputs)):
             for i, _ in enumerate(self.mail.replayed(schedule, step, memory)):
                 launch(i)
-        self._processes.steps += 1
 
     def run_without_batch(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
         """Run a call that has only passes of earlier mini-batches; tell `recorder` of its actions."""
@@ -117,9 +118,14 @@ class Engine:
 
     def forget(self) -> None:
         """Drop all mini-batches, and the errors of compressed messages."""
-        self.tapes.clear()
+        self.drop()
         self._wire.errors.clear()
         self.mail.forget()
+
+    def drop(self) -> None:
+        """Drop all mini-batches."""
+        self.tapes.clear()
+        self.received = None
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run only the forwards of all stages.
@@ -147,6 +153,7 @@ class Engine:
         segments = self.mail.segments(*call, tell) if memory is None else self.mail.recorded(*call, memory)
         # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
         wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
+        received = self.received
         watched = observed or tell is not None
         compressed, completing = wire.compression is not None, schedule.completing if mail.replicas else ()
         for i, segment in enumerate(segments):
@@ -161,6 +168,8 @@ class Engine:
                 tapes = self.tapes.get(step - age)
                 if tapes is None:
                     continue
+                if received is not None:
+                    received.note(task, step - age, tapes[k][m])
                 # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
                 with mail.replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
                     made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)

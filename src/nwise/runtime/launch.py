@@ -94,25 +94,38 @@ def backend_for(device: torch.device) -> str:
 
 
 def exchange(
-    store: Store, key: str, rank: int, size: int, value: Any, check: Callable[[], None] = lambda: None
+    store: Store,
+    key: str,
+    rank: int,
+    size: int,
+    value: Any,
+    check: Callable[[], None] = lambda: None,
+    limit: float | None = None,
 ) -> list[Any]:
-    """Exchange a value, serialisable as JSON, between all ranks through a store; return the values in order of the ranks.
+    """Exchange a value between all ranks through a store; return the values in order of the ranks.
 
-    A `key` is used once. During the wait `check` raises if it has become useless.
+    Args:
+        store: the store.
+        key: name of the exchange, which is used once.
+        rank, size: this process's rank and the number of processes.
+        value: serialisable as JSON.
+        check: function that raises if the wait has become useless. Default: none.
+        limit: limit of the wait in seconds; default: that of the store.
 
     Raises:
         RuntimeError: another rank has not come in time.
     """
     # Through the store, not by a collective: a rank that waits here still hears of an error of another (`check`).
     store.set(f"{key}/{rank}", json.dumps(value))
-    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.001  # type: ignore[attr-defined]  # it is there
+    seconds = store.timeout.total_seconds() if limit is None else limit  # type: ignore[attr-defined]  # it is there
+    deadline, pause = time.monotonic() + seconds, 0.001
     for other in range(size):
         while not store.check([f"{key}/{other}"]):  # its `wait` cannot be interrupted
             check()
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    "All ranks should call the same functions of nwise in the same order. Found that rank "
-                    f"{other} has not come to the exchange of {key!r}."
+                    f"Every rank should come to the exchange of {key!r} within {seconds:g} seconds. Found that rank {other} has "
+                    "not: it is slow, or has stalled; give slow ranks more time by `timeout=` or NWISE_TIMEOUT."
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

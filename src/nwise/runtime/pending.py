@@ -16,11 +16,12 @@ import torch
 
 from nwise.checks import warn
 from nwise.modes import autocast_dtype
-from nwise.runtime.due import DueGradients, Gradients, Written, copied
+from nwise.runtime.due import DueGradients, Gradients, copied
 from nwise.runtime.engine import Engine, Recorder
 from nwise.runtime.processes import Processes
 from nwise.runtime.structure import restored_on_error
 from nwise.schedule.schedule import Schedule
+from nwise.stage.graph import gradients_aside
 from nwise.stage.stage import Stage, learning
 
 __all__ = ["Pending"]
@@ -32,15 +33,20 @@ class Pending:
     Args:
         engine: the engine of the rank, also an attribute.
         processes: the processes.
-        stages: this rank's stages.
+        stages: this rank's stages, also an attribute.
     """
 
     def __init__(self, engine: Engine, processes: Processes, stages: Sequence[Stage]) -> None:
-        self.engine, self._processes, self._stages = engine, processes, stages
+        self.engine, self._processes, self.stages = engine, processes, stages
         self._schedule: Schedule | None = None
-        self._due, self._written = DueGradients(), Written(stages)
+        self._due = DueGradients()
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self._close)
+
+    @property
+    def has_some(self) -> bool:
+        """Whether gradients are due."""
+        return bool(self.engine.tapes or self._due)
 
     @contextmanager
     def around(self, schedule: Schedule, step: int) -> Iterator[None]:
@@ -51,7 +57,6 @@ class Pending:
         engine = self.engine
         if step != engine.next or (self._schedule is not None and schedule != self._schedule):
             self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
-        self._look_for_writes()
         if self._schedule is None:
             self._begin(schedule, step)
         if schedule.oldest:
@@ -59,8 +64,6 @@ class Pending:
         with self._lost_on_error():
             yield
         self._due.leave(step)
-        if engine.tapes or self._due:
-            self._written.watch()
 
     def drain(self) -> bool:
         """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
@@ -68,12 +71,11 @@ class Pending:
         A call that raises restores every ``.grad``.
         """
         engine = self.engine
-        if not engine.tapes and not self._due:
+        if not self.has_some:
             return False
-        self._look_for_writes()
         call = engine.next
         self._processes.begin("`drain`")
-        with restored_on_error((), learning(self._stages)):
+        with restored_on_error((), learning(self.stages)):
             if engine.tapes:
                 self._call(engine.recorder)
             self._due.leave(call)
@@ -85,19 +87,13 @@ class Pending:
         engine = self.engine
         if not engine.tapes:
             return self._due.by_call()
-        call, learns, sent = engine.next, learning(self._stages), engine.sent
-        before = [p.grad for p in learns]
+        call, learns, sent = engine.next, learning(self.stages), engine.sent
         self._processes.begin("`pending_gradients`")
-        try:
+        with gradients_aside(learns):
             while engine.tapes:
-                for p in learns:
-                    p.grad = None
                 number = engine.next
                 self._call()  # its passes belong to no step, so they are not recorded
                 self._due.put(number, learns)
-        finally:
-            for p, gradient in zip(learns, before, strict=True):
-                p.grad = gradient
         self._begin(self._schedule, call)
         engine.sent = sent
         engine.mail.forget()
@@ -127,7 +123,6 @@ class Pending:
                 f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
                 "`pipe.forget_pending()`."
             )
-        self._written.stop()
         self._due.clear()
         self._schedule = None
         self.engine.forget()
@@ -153,14 +148,9 @@ class Pending:
         try:
             yield
         except BaseException:
-            self.engine.tapes.clear()
+            self.engine.drop()
             self._due.clear()
             raise
-
-    def _look_for_writes(self) -> None:
-        """Drop what waits if something but an optimizer has written to the weights."""
-        if because := self._written.found(several=self._processes.size > 1):
-            self.forget(because)
 
     def _close(self) -> None:
         with self._processes.watched(None):

@@ -78,11 +78,9 @@ class Processes:
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
         doing: present action of this rank, for other ranks that wait for it; None between steps.
-        steps: number of steps that this process has made.
     """
 
     doing: Doing | None = None
-    steps = 0
     place = 0
     rank = 0
     size = 1
@@ -121,13 +119,6 @@ class Processes:
             The values of all ranks, in order of the ranks.
         """
         return [value]
-
-    def post(self, name: str, value: Any) -> None:
-        """Let the other ranks read a value, serialisable as JSON, under a name that is used once; wait for none of them."""
-
-    def posted(self, name: str) -> list[Any] | None:
-        """Return the values that all ranks have posted, in order of the ranks; None if one has not yet."""
-        return None
 
     @final
     def agree(self, **values: Any) -> None:

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm
-from nwise.checks import warn
 from nwise.dtensor import is_dtensor
-from nwise.looks import looks_at
 from nwise.randomness import derive
+from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage
 
 T = TypeVar("T")
@@ -44,23 +43,13 @@ class Replicas:
         self._groups: dict[bool, list[dict[Tensor, None]]] = {False: [], True: []}
         self._flags: list[float] = []  # of the modes and the trainable parameters of this replica
         self._sparse: dict[Tensor, None] = {}  # parameters whose gradients are sparse in some replica
-        self._steps, self._warns = 0, True
         make_equal(group, stage)
 
     def start(self) -> None:
-        """Check the parameters, and put aside the gradients of earlier steps, which are already summed.
-
-        Raises:
-            ValueError: the replicas have other parameters.
-        """
+        """Put aside the gradients of earlier steps, which are already summed."""
         self._begun.clear()
         self._flags = _flags(self._stage)
         learns = self._stage.learns + self._stage.head_learns
-        # Before steps 1, 2, 4, 8, ...: it reads all parameters.
-        if looks_at(self._steps):
-            check_equal(self._group, self._stage)
-            self._warns = self._warns and not warn_of_buffers(self._group, self._stage)
-        self._steps += 1
         self._before = [(p, p.grad) for p in learns if p.grad is not None]
         for p, _ in self._before:
             p.grad = None
@@ -246,64 +235,12 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
                 local.copy_(whole)
 
 
-def check_equal(group: dist.ProcessGroup, stage: Stage) -> None:
-    """Raise ValueError if the replicas of a stage have other parameters: all make the same updates from the same values."""
-    named = [(name, _local(p.detach())) for name, p in _named(stage, lambda part: part.named_parameters()) if p.numel()]
-    if not named:
-        return
-    sums = torch.stack([_bits(p).sum(dtype=torch.int64) for _, p in named]).tolist()
-    if all(other == sums for other in _gathered(group, sums)):
-        return
-    # Other bits alone are no harm: unlike devices may round an update differently.
-    first = dist.get_process_group_ranks(group)[0]
-    differences = []
-    for _, p in named:
-        reference = p.contiguous().clone()
-        dist.broadcast(reference, first, group=group)
-        differences.append((p - reference).abs().max().double() / reference.abs().max().double().clamp(min=1e-30))
-    largest = torch.stack(differences).nan_to_num(nan=torch.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    worst = int(largest.argmax())
-    if float(largest[worst]) > _TOLERANCE:
-        raise ValueError(
-            f"All replicas of stage {stage.index} should have the same parameters. Found {named[worst][0]} with values that "
-            f"differ by {float(largest[worst]):.2g} of the largest one; load the same weights and make the same updates in all "
-            "replicas."
-        )
-
-
-def warn_of_buffers(group: dist.ProcessGroup, stage: Stage) -> bool:
-    """Warn if the replicas of a stage have other buffers, which their forwards have moved; return whether they have."""
-    mine = {}
-    # Other buffers, such as tables that grow with the input, may differ.
-    saved = {name for name, _ in _named(stage, lambda part: part.state_dict().items())}
-    for name, b in _named(stage, lambda part: part.named_buffers()):
-        if name in saved and b.layout is torch.strided and not b.is_complex():
-            values = b.detach().double().nan_to_num()
-            mine[name] = float(values.sum()), float(values.abs().sum())
-    everywhere = _gathered(group, mine)
-    found = [
-        name
-        for name, (total, size) in mine.items()
-        if any(abs(other.get(name, (total,))[0] - total) > _TOLERANCE * size for other in everywhere)
-    ]
-    if found:
-        warn(
-            f"All replicas of stage {stage.index} should have the same buffers. Found other values of {', '.join(found[:3])}"
-            f"{', ...' if len(found) > 3 else ''}, which the forward of each moves by its own samples; for batch norms call "
-            "`nwise.defer_batchnorm(pipe)`, let other forwards take the mean over the replicas, or register what may differ with "
-            "`persistent=False`. This warning appears once."
-        )
-    return bool(found)
-
-
-_TOLERANCE = 1e-6
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as whole numbers."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[real.itemsize])
+def unlike(processes: Processes, state: Mapping[str, Tensor]) -> list[str]:
+    """Return the parameters and buffers whose values differ from replica to replica; all ranks call it together."""
+    known = {name: x.detach().double().nan_to_num() for name, x in state.items() if x.is_floating_point()}
+    sums = {name: [float(x.sum()), 1e-6 * float(x.abs().sum())] for name, x in known.items()}
+    others = processes.gather("sums", sums)
+    return [n for n, (x, bound) in sums.items() if any(abs(other.get(n, [x])[0] - x) > bound for other in others)]
 
 
 def _options(loss: Any) -> str:

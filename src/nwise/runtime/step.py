@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-from nwise.microbatch import Batch, Parts, Results
+from nwise.microbatch import Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
 from nwise.runtime.mail import Memory
 from nwise.runtime.pending import Pending
+from nwise.runtime.received import Received
 from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
-from nwise.stage.hooks import Hooks, count_hooks
 from nwise.terms import Terms
 
 __all__ = ["Step"]
@@ -34,9 +33,8 @@ class Step:
         schedule: what is executed.
         structure: modules and trainable parameters.
         pending: the engine, and what waits for its delay.
-        hooks: the hooks of parameters.
-        looking: function that returns a context, which in some steps looks at the batch.
         on_action: function called after each action, or None.
+        judge: function called at the end of a step that is compared, whose errors are those of the step; or None.
     """
 
     number: int
@@ -46,9 +44,8 @@ class Step:
     schedule: Schedule
     structure: Structure
     pending: Pending
-    hooks: Hooks
-    looking: Callable[[Parts, Batch, Schedule, int], AbstractContextManager[None]]
     on_action: Callable[[Action], None] | None
+    judge: Callable[[], None] | None
 
     @property
     def engine(self) -> Engine:
@@ -58,16 +55,17 @@ class Step:
     def run(self, draws: Draws) -> Results:
         """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
         batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
-        learns, engine = self.structure.learns, self.pending.engine
-        looking = self.looking(self.parts, batch, self.schedule, self.number)
+        engine = self.pending.engine
         # In a context of autocast around the whole loop, torch would use the bf16 weights of the first step in all steps.
         torch.clear_autocast_cache()
-        restored = restored_on_error(self.structure.stateful, learns)
-        with self.hooks.once(learns), restored, preserved(engine.device), looking:
+        restored = restored_on_error(self.structure.stateful, self.structure.learns)
+        with restored, preserved(engine.device):
             with self.pending.around(self.schedule, self.number):
+                if self.judge is not None and engine.received is None:
+                    engine.received = Received(self.pending.stages, self.schedule, self.number, self.parts)
                 engine.run(self.schedule, self.number, batch, self.on_action)
-            batch.hand_back()
-        self.hooks.registered = count_hooks()
+            if self.judge is not None:
+                self.judge()
         return batch.results(len(self.terms))
 
     def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:
@@ -81,7 +79,7 @@ class Step:
         batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
         norms = deferred_norms(self.structure.stateful)
         for norm in norms:
-            norm.discard()  # statistics of inference in training mode
+            norm.begin()
         self.engine.record(self.schedule, self.number, batch, memory)
         for norm in norms:
             norm.commit()

@@ -91,7 +91,7 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
     deferred = deferred_norms(modules)
     for norm in deferred:
-        norm.discard()  # drops statistics of inference in training mode
+        norm.begin()
     # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
     moving = [m for m in modules if m.training and (not isinstance(m, Norm) or m.track_running_stats)]
     buffers = [(b, b.clone()) for module in moving for b in module._buffers.values() if b is not None]

@@ -41,6 +41,8 @@ __all__ = ["RankError", "Watchdog"]
 
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
+SPARE = 15.0  # seconds beyond the time limit after which torch ends a wait by itself
+_LATER = 3.0  # seconds by which a waiting rank speaks after the limit, so the one that it waits for speaks first
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
 _KEPT = 1024  # calls that a rank remembers: more than it can be ahead of another
 _PUBLISHED = 16
@@ -245,17 +247,16 @@ class Watchdog:
         doing = self._doing()
         if doing is None:
             return
-        # A waiting rank is rarely the cause; give it twice the limit so the stalled one reports first.
-        limit = 2 * self._limit if doing.waits else self._limit
-        if self._clock() - doing.since > limit:
+        # A waiting rank is rarely the cause.
+        if self._clock() - doing.since > self._limit + (_LATER if doing.waits else 0):
             others = self._running_ranks() if doing.waits else ""
-            self._tell(f"has been {doing} for more than {limit:g} seconds{others}", store=self._store)
+            self._tell(f"has been {doing} for more than {self._limit:g} seconds{others}", store=self._store)
 
     def _running_ranks(self) -> str:
         """Describe the other ranks that are not waiting; a stalled loader on one of them may be the cause."""
         beats = {rank: _last_beat(self._store, rank) for rank in range(self._size) if rank != self._rank}
         return "".join(
-            f"; rank {rank}, which waits for no rank, was last seen {beat['at']}"
+            f"; rank {rank}, which is slow or has stalled, was last seen {beat['at']}"
             for rank, beat in beats.items()
             if beat and not beat["waits"]
         )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from nwise.runtime.post import Channels, Post
 from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import make_specs, spec_names
-from nwise.runtime.watch import Calls, RankError, Watchdog
+from nwise.runtime.watch import SPARE, Calls, RankError, Watchdog
 from nwise.schedule.placement import Placement, make_placement
 from nwise.stage.stage import Stage
 from nwise.tensors import Named, Tensors, names, with_names
@@ -92,10 +91,11 @@ class World(Processes):
         mesh: DeviceMesh | None = None,
         limit: float = 300.0,
     ) -> None:
-        self._timeout = timedelta(seconds=4 * limit)
+        # One limit: the watch speaks of a slow rank before torch does.
+        self._limit, self._timeout = limit, timedelta(seconds=limit + SPARE)
         # Every gloo group costs a thread, so the first use of the default group is for messages, if it was made here; a group of
         # the caller's may carry other messages at any time.
-        self._default = dist.group.WORLD if start(4 * limit) else None
+        self._default = dist.group.WORLD if start(limit + SPARE) else None
         self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
         self.mesh = make_mesh(num_stages, mesh)
@@ -201,14 +201,7 @@ class World(Processes):
             return self._exchange(name, value)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
-        return exchange(self.store, self._key(name), self.rank, self.size, value, self.watch.check)
-
-    def post(self, name: str, value: Any) -> None:
-        self.store.set(f"posted/{name}/{self.rank}", json.dumps(value))
-
-    def posted(self, name: str) -> list[Any] | None:
-        keys = [f"posted/{name}/{rank}" for rank in range(self.size)]
-        return [json.loads(self.store.get(key)) for key in keys] if self.store.check(keys) else None
+        return exchange(self.store, self._key(name), self.rank, self.size, value, self.watch.check, self._limit)
 
     def _key(self, name: str) -> str:
         # A new key at each use of a name; it is the same on all ranks, because all use a name equally often.

@@ -50,7 +50,7 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         if kind.costs
     }
     peaks = []
-    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs, recompute=recompute), strict=True):
+    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs), strict=True):
         work = _Work(schedule, numbers, recompute)
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
@@ -67,7 +67,8 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
             if recompute and action.kind is Kind.FORWARD and task not in schedule.continued:
                 peak -= kept[k]  # freed piece by piece
-            if action.kind in PASSES and schedule.graph.stage(task).cotangent(action.message).is_new:
+            cotangent = schedule.graph.stage(task).cotangent(action.message) if action.kind in PASSES else None
+            if cotangent is not None and (cotangent.is_new or cotangent.shared):
                 peak += output[k]
             if i in reruns:
                 peak = max(forward[k], kept[k] + output[k] + peak)
@@ -79,20 +80,19 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     return tuple(peaks)
 
 
-def fixed_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
+def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Return every rank's memory that is always in use: parameters, their older versions and optimizer state.
 
     Args:
         schedule: the schedule.
         costs: the sizes.
-        recompute: see `peak_bytes`.
     """
     size = schedule.num_stages
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
         age = schedule.ages.weights[k]
-        versions = age + 1 if (schedule.ages.stashes or recompute) and age else 0
+        versions = age + 1 if schedule.ages.stashes and age else 0
         sums[rank] += fixed[k] + weights[k] * versions
     return tuple(sums)
 

@@ -1,21 +1,19 @@
-"""What a graph of autograd holds: its nodes, and the tensors at its ends.
+"""Graphs of autograd: walks back through them, and their nodes.
 
 A stage walks its graph several times, in parts, and keeps cotangents between the walks. That gives the gradients of one
-`backward` if the graph ends at the stage's own parameters and inputs, if no operation overwrites a cotangent that a later walk
-reads, and if the gradient of a zero cotangent is zero. Torch's own operations obey; a user's `torch.autograd.Function` may not.
+`backward` if the graph ends at the stage's own parameters and inputs, and its backward is linear (docs/contract.md).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from nwise._torch import run_backward, versions
+from nwise._torch import run_backward
 
 
 def add_gradients(
@@ -70,58 +68,33 @@ def nodes_of(outputs: Sequence[Tensor]) -> list[Node]:
     return leaves_first([y.grad_fn for y in outputs if y.grad_fn is not None])
 
 
-def check_leaves(nodes: Sequence[Node], known: Sequence[Tensor], named: Mapping[str, Tensor], what: str) -> None:
-    """Raise ValueError if a graph ends at a tensor whose gradient a step would not compute.
-
-    Args:
-        nodes: nodes of the graph.
-        known: the tensors whose gradients the step computes.
-        named: parameters by name, for the message.
-        what: owner of the graph, for the message.
-    """
-    wanted = set(known)
-    for node in nodes:
-        if hasattr(node, "variable") and node.variable not in wanted and _references(node) > _IN_GRAPH_ALONE:
-            leaf = node.variable
-            name = next((repr(name) for name, p in named.items() if p is leaf), f"a tensor of shape {list(leaf.shape)}")
-            raise ValueError(
-                f"{what} should depend only on parameters that it holds and uses by their names, and on its input. Found a use "
-                f"of {name} in another way, such as by a closure or a list of parameters; register it (`nn.Parameter`, "
-                "`nn.ParameterList`, a child module) and use the attribute, or detach it."
-            )
-
-
-def _references(node: Node) -> int:
-    """Return how many references there are to the tensor at an end of the graph."""
-    return sys.getrefcount(node.variable)  # type: ignore[attr-defined]
-
-
-# Of a tensor that only its graph holds: it was made inside, to differentiate by it, and its gradient interests no one.
-with torch.inference_mode(False), torch.enable_grad():  # nwise may be imported inside another context
-    _IN_GRAPH_ALONE = max(
-        _references(node) for node in nodes_of([torch.zeros(1, requires_grad=True) * 1]) if hasattr(node, "variable")
-    )
+def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to ``.grad``, which stays the same tensor where autograd would keep it."""
+    old = parameter.grad
+    if old is None:
+        parameter.grad = gradient
+    elif old.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient + old  # torch adds a sparse tensor to a dense one only
+    else:
+        with torch.no_grad():
+            old += gradient
 
 
 @contextmanager
-def leaving(gradients: Sequence[Tensor], tensors: Sequence[Tensor], error: str) -> Iterator[None]:
-    """Raise ValueError with this message if the body changes what it should leave.
-
-    Args:
-        gradients: tensors whose ``.grad`` it should leave.
-        tensors: tensors whose values it should leave.
-        error: the message.
+def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let the body find no gradients, and put those from before it back.
 
     >>> x = torch.ones(1, requires_grad=True)
-    >>> with leaving([x], [], "The body should leave gradients to `step`."):
+    >>> with gradients_aside([x]):
     ...     (2 * x).backward()
-    Traceback (most recent call last):
-    ...
-    ValueError: The body should leave gradients to `step`.
+    >>> x.grad is None
+    True
     """
-    before = [x.grad for x in gradients]
-    held = [*before, *tensors]
-    counters = versions(held)
-    yield
-    if any(x.grad is not old for x, old in zip(gradients, before, strict=True)) or versions(held) != counters:
-        raise ValueError(error)
+    before = [(p, p.grad) for p in parameters]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient

@@ -50,7 +50,7 @@ class Kept:
     """The cotangents that a pass has kept.
 
     Args:
-        apart: whether hooks of tensors may write over them.
+        apart: whether a custom backward may write over them.
 
     Attributes:
         parts: the walks that remain to be done.
@@ -82,8 +82,6 @@ def keep(
     cotangents: Sequence[Tensor],
     inputs: Sequence[Tensor],
     learns: Sequence[Tensor],
-    *,
-    apart: bool = False,
 ) -> Iterator[Kept | None]:
     """Keep the cotangents that the weight gradients need, while the body computes the input gradients.
 
@@ -92,7 +90,6 @@ def keep(
         cotangents: gradient of each output.
         inputs: leaves of the graph to compute the gradients of now.
         learns: leaves of the graph to compute the gradients of later.
-        apart: whether hooks of tensors may write over their cotangents; default: no.
 
     Yields:
         The kept cotangents, complete after the body; None if they cannot be told apart because layers share a parameter. The
@@ -118,7 +115,7 @@ def keep(
         return
     gradients: dict[Node, Gradients] = {}
     # Custom backwards may write their result over the cotangent that they get, as fused kernels do.
-    apart = apart or has_custom(nodes)
+    apart = has_custom(nodes)
 
     def arrive(node: Node, cotangents: Gradients) -> None:
         gradients[node] = tuple(None if g is None else g.clone() for g in cotangents)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
-from nwise.stage.guard import Graph
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
-from nwise.stage.versions import Versions
+from nwise.stage.weights import NO_WEIGHTS, Weights
 from nwise.tensors import Tensors
 
 __all__ = ["Cotangents", "Tape"]
@@ -30,13 +29,12 @@ class Tape:
         batch: the mini-batch.
         microbatch: index of the micro-batch.
         passes_left: number of backward passes that will follow; the last one frees the graph.
-        versions: the parameters of its forward and passes, if they may change before the last pass.
+        weights: the parameters of its forward and passes.
         inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
         messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
         outputs: outputs of the forward.
         first: the state of the first forward, with `recompute`; otherwise None.
-        graph: the graph of `outputs`; None if they have none.
-        walked: whether a graph has been walked.
+        tracked: whether `outputs` have a graph.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
         kept: cotangents that an I has kept for a later W.
@@ -46,13 +44,12 @@ class Tape:
     batch: Batch
     microbatch: int
     passes_left: int
-    versions: Versions | None = None
+    weights: Weights
     inputs: Tensors = ()
     messages: dict[int, Cotangents] = field(default_factory=dict)
     outputs: Tensors = ()
     first: FirstRun | None = None
-    graph: Graph | None = None
-    walked: bool = False
+    tracked: bool = False
     head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None
@@ -60,14 +57,12 @@ class Tape:
     def release(self) -> None:
         """Drop the tensors of the micro-batch, which no action needs any more."""
         self.inputs = self.outputs = self.own = ()
-        self.messages, self.first, self.graph, self.kept, self.versions = {}, None, None, None, None
+        self.messages, self.weights, self.first, self.tracked, self.kept = {}, NO_WEIGHTS, None, False, None
 
-    def start(self, cotangent: Cotangent, *, apart: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def start(self, cotangent: Cotangent) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * u_p``.
 
-        Args:
-            cotangent: the weights of the sum.
-            apart: whether no other pass may read the gradients, so the walk may write over them.
+        The walk may write over the gradients, as the backward of a fused kernel does, so one that another pass reads is copied.
         """
         terms = [(cotangent.own, self.own)] if cotangent.own else []
         for p, weight in enumerate(cotangent.received):
@@ -84,7 +79,7 @@ class Tape:
                     total = part if weight == 1 else part * weight
             if total is not None:
                 roots.append(output)
-                seeds.append(total.clone() if apart and cotangent.shared else total)
+                seeds.append(total.clone() if cotangent.shared else total)
         return roots, seeds
 
     def apart(self, gradients: Cotangents) -> Cotangents:

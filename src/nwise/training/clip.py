@@ -111,7 +111,6 @@ class Clip:
             for parameters in (same for part in group for same in _by_kind(owned[part])):
                 kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()
                 nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
-        self._pipe.habits.after_step()
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
     def _owned(self) -> dict[Part, list[nn.Parameter]]:

@@ -1,0 +1,352 @@
+"""Compare a step with plain autograd, stage by stage: does the code of stages, heads and losses keep the contract?
+
+A step keeps what each stage receives for two micro-batches (`nwise.runtime.received`). A copy of the stage computes from that
+alone, so one process and many are judged alike, and the stage that differs is named::
+
+    step      the stage's tasks in their order, twice
+    plain     for each gradient that arrives, a forward and a backward of its own      step != plain      a backward is not linear
+    joined    the same, for both micro-batches at once                                 plain != joined    the cut changes values
+
+The contract is docs/contract.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from nwise import findings
+from nwise._torch import Norm, hooks_of, version
+from nwise.checks import warn
+from nwise.differences import differences, gap
+from nwise.findings import ContractError, Finding, Report
+from nwise.flow import StageFlow, single_passes
+from nwise.microbatch import Batch
+from nwise.randomness import SeedsAll, kept, preserved, random_states
+from nwise.runtime.received import Received, Work, buffers_of, clones, join, joined
+from nwise.runtime.replicas import unlike
+from nwise.schedule.actions import Action, Kind
+from nwise.stage.graph import gradients_aside, nodes_of
+from nwise.stage.stage import Stage
+from nwise.stage.tape import Tape
+from nwise.stage.weights import NO_HOOKS, Weights
+from nwise.tensors import Input, Tensors, asks, each
+
+if TYPE_CHECKING:
+    from nwise.pipeline import Pipeline
+
+__all__ = ["check", "judge"]
+
+_OWN = ("stages", "heads", "loss")  # what begins so does not tell how a mini-batch was cut, as messages do
+
+
+def check(pipe: Pipeline, *inputs: Input, optimizer: torch.optim.Optimizer | None = None, **batch: Any) -> Report:
+    """Compare a step of a pipeline with plain autograd; all processes call it together, while no gradients are due.
+
+    It makes a step, and puts back gradients, buffers, random states and the number of the step. A copy of each stage of this
+    process, one at a time, computes from what the stage has received for two micro-batches.
+
+    Args:
+        pipe: the pipeline.
+        inputs, batch: a mini-batch, as for `Pipeline.step`, such as ``x, target=y``.
+        optimizer: the optimizer, to find what it leaves out. Default: none.
+
+    Returns:
+        The findings; ``print(report)`` shows them.
+
+    Raises:
+        ValueError: gradients are due under a delay; or the step raises.
+
+    >>> import nwise
+    >>> pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], strategy="2-wise")
+    >>> check(pipe, torch.ones(2, 2), target=torch.tensor([0, 1])).findings
+    []
+    """
+    if pipe.has_pending:
+        raise ValueError(
+            "`nwise.check` should be called while no gradients are due. Found some under a delay; update while `pipe.drain()` "
+            "returns True, or check before the first step."
+        )
+    number = pipe.steps
+    modules = [one for one in (pipe, *pipe.loss_fns) if isinstance(one, nn.Module)]
+    buffers = {b: b.clone() for module in modules for b in module.buffers()}
+    try:
+        with kept(random_states()), gradients_aside(pipe.parameters()):
+            report = pipe.checked_step(*inputs, **batch)
+    finally:
+        pipe.steps = number
+        _restore([*buffers], [*buffers.values()])
+    if optimizer is not None and (where := _left_out(pipe, optimizer)):
+        report.findings.append(Finding(findings.IDLE, where))
+    return report
+
+
+def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: bool) -> Report:
+    """Compare a step that has been made; all ranks call it together.
+
+    Args:
+        pipe: the pipeline.
+        received: what its stages have received.
+        device: device of its tensors.
+        raises: whether to raise errors, and to warn of the rest.
+
+    Raises:
+        ContractError: a finding is an error.
+    """
+    begin, found = time.perf_counter(), defaultdict[str, list[str]](list)
+    for k in received.stages:
+        own = {b: b.clone() for b in buffers_of(received.stages[k])}  # a loss that is a function is not copied
+        try:
+            with kept(random_states()), preserved(device), torch.enable_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the step has shown them
+                _compare(received, k, found)
+        except Exception as error:  # what cannot be copied, or does not fit into memory
+            said = f"stage {k} ({type(error).__name__}: {error})".splitlines()[0]
+            found[findings.AGAIN if NO_HOOKS in said else findings.NOTE].append(said[:200])
+        _restore([*own], [*own.values()])
+    if pipe.processes.num_replicas > 1:
+        found[findings.REPLICAS] += unlike(pipe.processes, pipe.state_dict())
+    parts, took = pipe.processes.gather("check", found), time.perf_counter() - begin
+    kinds = (*findings.KINDS, findings.NOTE)
+    where = {kind: list(dict.fromkeys(one for part in parts for one in part.get(kind, ()))) for kind in kinds}
+    notes = where.pop(findings.NOTE)
+    cost = f"{took:.2g} s, {took / (begin - received.begin):.2g} steps"
+    title = f"{pipe.strategy.name}, M = {pipe.num_microbatches}; {cost}"
+    report = Report(title, [Finding(kind, names) for kind, names in where.items() if names], notes)
+    if raises and any(one.is_error for one in report.findings):
+        raise ContractError(str(report))
+    for finding in report.findings if raises else ():
+        warn(f"nwise.check: {finding}")
+    return report
+
+
+def _compare(received: Received, k: int, found: dict[str, list[str]]) -> None:
+    """Compare a stage."""
+    twin, work = Twin(received, k), list(received.work[k].values())
+    step = twin.step(work)
+    twice, plain = differences(step.numbers, twin.step(work).numbers), twin.plain(work)
+    if received.stages[k].learns and work[0].flow.weights is not None and not plain.tracked:
+        found[findings.NOTHING].append(f"stage {k}")
+        return
+    apart, moved = differences(step.numbers, plain.numbers), differences(step.buffers, plain.buffers)
+    if apart or twice or moved or plain.leaves:
+        again = twin.plain(work)
+        shapes = sorted(list(x.shape) for x in plain.leaves & again.leaves)
+        found[findings.OUTSIDE] += [f"one of shape {shape} in stage {k}" for shape in shapes]
+        if restless := differences(plain.named(*_OWN), again.named(*_OWN)):
+            forwards = {t for t in received.tasks[k] if received.schedule.graph.tasks[t].kind is Kind.FORWARD}
+            runs_again = received.stages[k].recompute and not forwards <= received.schedule.continued
+            found[findings.RERUN if runs_again else findings.PLAIN] += restless
+            return
+    found[findings.STEP] += apart or twice
+    found[findings.BUFFERS] += moved
+    late = received.schedule.oldest  # copies are written to, and forgotten
+    found[findings.WRITTEN] += list(plain.written) if late else differences(step.written, plain.written)
+    found[findings.WRITTEN] += [] if late or received.alone else twin.moved(step)
+    if received.counts and work[0].flow == work[-1].flow and not apart and (different := twin.cut(work)):
+        found[different[0]].append(different[1])
+
+
+@dataclass
+class Values:
+    """What a stage computes: losses, gradients and messages by name, buffers, changes of parameters, outputs, other leaves."""
+
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    written: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensors] = field(default_factory=list)
+    leaves: set[Tensor] = field(default_factory=set)  # of graphs, beside parameters and inputs
+    tracked: bool = False  # whether an output requires a gradient
+    weight: Any = 1.0  # of the losses
+
+    def add(self, name: str, value: Tensor | None) -> None:
+        """Add to a number."""
+        if value is not None:
+            self.numbers[name] = self.numbers[name] + value if name in self.numbers else value
+
+    def named(self, *kinds: str) -> dict[str, Tensor]:
+        """Return the numbers whose names begin so."""
+        return {name: value for name, value in self.numbers.items() if name.startswith(kinds)}
+
+
+class Twin:
+    """A copy of a stage, with its head and loss, that computes from what the stage received; raises if it cannot be copied."""
+
+    def __init__(self, received: Received, k: int) -> None:
+        own, self._received, self._k = received.stages[k], received, k
+        module, head, loss = _copied(own)
+        self._stage = Stage(k, module, head, loss or own.loss_fn, own.recompute)
+        self._modules, self._buffers = self._stage.survey(module, head), buffers_of(self._stage)
+        self._parameters = [
+            (p, f"{what}.{k}.{name}", original)
+            for what, part, twin in (("stages", own.module, module), ("heads", own.head, head))
+            if part is not None and twin is not None
+            for (name, original), p in zip(part.named_parameters(), twin.parameters(), strict=True)
+        ]
+
+    def step(self, work: Sequence[Work]) -> Values:
+        """Run the stage's tasks as the engine does."""
+        values, batch, schedule = self._begin(), self._batch(work), self._received.schedule
+        tapes = self._stage.tapes(schedule, self._received.number % len(schedule.flows), batch)
+        for one in work:
+            tapes[one.microbatch].inputs = one.inputs
+            tapes[one.microbatch].messages = {q: clones(message) for q, message in one.messages.items()}
+        for task in self._received.tasks[self._k]:
+            action, continued = schedule.graph.tasks[task], task in schedule.continued
+            made = self._stage.run(action, tapes[action.microbatch], continued=continued)
+            if action.message is not None:
+                self._send(values, action.message, action.microbatch, made)
+        return self._end(values, batch, work)
+
+    def plain(self, work: Sequence[Work], seed: int = 0) -> Values:
+        """Run a forward of each micro-batch, and one with a backward for every gradient that arrives.
+
+        Args:
+            work: the micro-batches.
+            seed: what is added to the seed of random numbers. Default: nothing.
+        """
+        values, batch, stage, k = self._begin(), self._batch(work, seed), self._stage, self._k
+        own = list(stage.module.buffers())
+        for one in work:
+            m, start = one.microbatch, [b.clone() for b in own]
+            tape = self._forward(one, one.flow, batch)
+            roots: list[Any] = list(tape.outputs)
+            values.outputs.append(each(tape.outputs, Tensor.detach))
+            values.tracked |= any(map(asks, roots))
+            if one.flow.head:
+                before = [b.clone() for b in self._buffers]
+                roots.append(batch.draws.run(("head", k, m), roots[0].device, stage.loss, tape.outputs, one.target))
+                _restore(self._buffers, before)
+                stage.run(Action(Kind.HEAD, k, m), tape)
+            ends = {node.variable for node in nodes_of(roots) if hasattr(node, "variable")}
+            values.leaves |= ends - {p for p, *_ in self._parameters} - {*tape.inputs}
+            after, passes = [b.clone() for b in own], list(single_passes(one.flow))
+            for q, flow in passes:
+                _restore(own, start)
+                fresh = self._forward(one, flow, batch)
+                fresh.own = tape.own
+                kind = Kind.WEIGHT_GRAD if q is None else Kind.INPUT_GRAD if flow.fused is None else Kind.BOTH
+                # An I leaves gradients of parameters to other passes.
+                with gradients_aside([p for p, *_ in self._parameters] if kind is Kind.INPUT_GRAD else []):
+                    made = stage.run(Action(kind, k, m, None if q is None else 0), fresh)
+                self._send(values, q, m, made if q is not None else ())
+            if len(passes) != 1:  # otherwise a backward may move buffers, as in plain autograd
+                _restore(own, after)
+        return self._end(values, batch, work)
+
+    def cut(self, work: Sequence[Work]) -> tuple[str, str] | None:
+        """Compare the micro-batches with both at once, without random numbers and batch statistics; return what differs."""
+        counts = self._received.counts
+        for everything in (False, True):
+            for one in self._modules:
+                one.training &= not (everything or isinstance(one, Norm) or type(one).__module__.startswith("torch.nn"))
+            both = joined(work, counts, first=not self._k)
+            parts, whole = self.plain(work), self.plain([both])
+            if (found := self._apart(parts, whole, 0)) is None:
+                return None
+            with suppress(Exception):  # samples may lie in a later dimension of the same size
+                if self._apart(parts, self.plain([joined(work, counts, -1, first=not self._k)]), -1) is None:
+                    return None
+            if not differences(whole.named(*_OWN), self.plain([both], seed=1).named(*_OWN)):
+                return found
+        return None  # a module draws random numbers in evaluation mode, too
+
+    def _apart(self, parts: Values, whole: Values, way: int) -> tuple[str, str] | None:
+        """Return how micro-batches and both at once differ, None if they do not."""
+        counts = self._received.counts
+        for i, (y, *xs) in enumerate(zip(whole.outputs[0], *parts.outputs, strict=True)):
+            if sum(counts) in y.shape and gap(join(xs, counts, way), y):
+                return findings.SAMPLES, f"output {i} of stage {self._k}"
+        if (name := f"loss {self._k}") in whole.numbers:
+            one, other = (values.numbers[name] / values.weight for values in (whole, parts))
+            if gap(one, other) or one.isfinite() != other.isfinite():
+                return findings.LOSS, f"{name}, {float(one):.4g} whole and {float(other):.4g} in parts"
+        grads = differences(parts.named(*_OWN), whole.named(*_OWN))
+        return (findings.SAMPLES, f"{grads[0]}, though outputs and losses agree") if grads else None
+
+    def _batch(self, work: Sequence[Work], seed: int = 0) -> Batch:
+        number, first = self._received.seeds
+        weights = [[one.weight] * (self._k + 1) for one in work]
+        return Batch(
+            [], [one.target for one in work], weights, SeedsAll(number + seed, first), [one.share for one in work]
+        )
+
+    def _forward(self, one: Work, flow: StageFlow, batch: Batch) -> Tape:
+        """Run a forward, for one pass."""
+        messages = {q: clones(message) for q, message in one.messages.items()}
+        tape = Tape(flow, batch, one.microbatch, 1, Weights(self._stage.learns), one.inputs, messages)
+        # Under Hogwild, parameters in memory are read by hooks, which those of a block that runs again would hide.
+        in_memory = self._received.schedule.oldest and not self._received.schedule.ages.stashes
+        with disable_saved_tensors_hooks(NO_HOOKS) if in_memory else nullcontext():
+            self._stage.run(Action(Kind.FORWARD, self._k, one.microbatch), tape)
+        return tape
+
+    def _begin(self) -> Values:
+        """Put buffers and parameters back to what the step found, without gradients, which the copy of a DTensor has."""
+        _restore(self._buffers, self._received.buffers[self._k])
+        for p, _, original in self._parameters:
+            p.data.copy_(original.detach())
+            p.grad = None
+        return Values()
+
+    def _end(self, values: Values, batch: Batch, work: Sequence[Work]) -> Values:
+        """Take losses and gradients; note the buffers, and the changes of parameters."""
+        for one in work:
+            if (loss := batch.losses.get((self._k, one.microbatch))) is not None:
+                values.add(f"loss {self._k}", loss * one.weight)
+        values.weight = sum(one.weight for one in work)
+        for p, name, original in self._parameters:
+            values.add(name, p.grad)
+            if not torch.equal(p, original):
+                values.written[name] = (p - original).detach()
+        values.buffers = {f"buffer {i} of stage {self._k}": b.clone() for i, b in enumerate(self._buffers)}
+        return values
+
+    def moved(self, step: Values) -> list[str]:
+        """Return the parameters that the step itself has changed, as by an update inside it, though its forwards do not."""
+        old = self._received.versions
+        return [n for _, n, p in self._parameters if p in old and old[p] != version(p) and n not in step.written]
+
+    def _send(self, values: Values, q: int | None, m: int, message: Sequence[Tensor | None]) -> None:
+        for i, gradient in enumerate(message):
+            values.add(
+                f"message {q}.{i} of stage {self._k}, micro-batch {m},", None if gradient is None else gradient.clone()
+            )
+
+
+def _copied(own: Stage) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """Return copies of module, head and loss, without what is behind a hook, such as a trainer."""
+    modules = [one for part in (own.module, own.head) if part is not None for one in part.modules()]
+    bound = (FunctionType, MethodType)
+    if fixed := [
+        m for m in modules if isinstance(m, torch.jit.ScriptModule) or isinstance(vars(m).get("forward"), bound)
+    ]:
+        raise ValueError(f"a copy of {type(fixed[0]).__name__} would compute with the original")
+    memo: dict[int, Any] = {id(hook): hook for hooks in hooks_of(modules) for hook in hooks.values()}
+    return copy.deepcopy((own.module, own.head, own.loss_fn if isinstance(own.loss_fn, nn.Module) else None), memo)
+
+
+def _restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for x, value in zip(tensors, values, strict=True):
+        x.data.copy_(value.detach())
+
+
+def _left_out(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the parameters that an optimizer leaves out, and how many it has of something else."""
+    trained, held = {p for group in optimizer.param_groups for p in group["params"]}, dict(pipe.named_parameters())
+    idle = tuple(f"heads.{k}." for k in {*range(pipe.num_stages)} - pipe.needed_heads())
+    found = [name for name, p in held.items() if p.requires_grad and p not in trained and not name.startswith(idle)]
+    if strangers := trained - {*held.values()}:
+        found.append(f"{len(strangers)} parameters that no stage or head holds")
+    return [one for part in pipe.processes.gather("optimizer", found) for one in part]
