@@ -26,7 +26,6 @@ from nwise.app.training import CheckpointPolicy
 from nwise.app.training.optimizers import make_optimizer as optimizer_of
 from nwise.app.training.saver import Saver
 from nwise.checkpoint import Checkpoints, DamagedError, Resumed, files, save_tensors
-from ranks import mesh_resume
 from ranks.common import batches, make_optimizer
 from ranks.resume import WIDTH, main, pipeline
 
@@ -220,29 +219,6 @@ def test_resume_across_process_counts(tmp_path: Path) -> None:
     found = run(2, tmp_path / "a" / "after", tmp_path / "two", "2,2", "2-wise", "adam", 2)
     assert {one["said"] for [one] in found} == {"stages 4 -> 2; dropped the heads of the former stages 0, 2"}
     assert equal(renamed(written, {1: 0}), tensors(tmp_path / "two" / "loaded"))
-
-
-@pytest.mark.slow("two starts of four processes")
-def test_checkpoint_of_tensor_parallel_stages(tmp_path: Path) -> None:
-    """Shards are written as shards, and read whole or as shards."""
-
-    def run(count: int, source: str, target: str, parts: int, steps: int) -> list[Any]:
-        return results(
-            count, "mesh_resume.py", tmp_path, *map(str, (tmp_path / source, tmp_path / target, parts, steps))
-        )
-
-    assert [one["cut"] for one in run(4, "none", "a", 2, 3)] == [4, 4, 4, 4]
-    mesh_resume.main(tmp_path / "a" / "after", tmp_path / "whole", 0, 0)
-    whole = Checkpoints(tmp_path / "whole" / "loaded", pipeline((4,), "end-to-end")).newest()
-    assert whole is not None
-    assert files.read_layout(whole.folder)["model.0.in.weight"].shape == torch.Size([8, 6])
-    run(2, "a/after", "b", 1, 0)
-    assert equal(tensors(tmp_path / "b" / "loaded"), tensors(tmp_path / "whole" / "loaded"))
-    run(4, "a/after", "c", 2, 2)
-    run(4, "none", "d", 2, 5)
-    for name in ("c", "d"):
-        mesh_resume.main(tmp_path / name / "after", tmp_path / f"whole-{name}", 0, 0)
-    assert equal(tensors(tmp_path / "whole-c" / "loaded"), tensors(tmp_path / "whole-d" / "loaded"))
 
 
 # What stays

@@ -28,7 +28,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 RANKS = [
     [
         "compiled",
-        "dtensor",
         "_torch",
         "auxiliary",
         "batchnorm",

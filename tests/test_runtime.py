@@ -19,7 +19,7 @@ from launch import RANKS, forked, results
 from nwise.flow import flows_for
 from nwise.schedule.named import choose
 from once import made_once
-from ranks import edges, mesh, placements
+from ranks import edges, placements
 from ranks.equality import CASES, case
 from test_interchange import written
 
@@ -174,16 +174,6 @@ def test_no_unused_process_groups(tmp_path: Path) -> None:
         assert found["mesh"] == ["pp"]
         assert found["loops"] in (2, 0)  # a direction each; torch before 2.13 gives its threads no names
         assert (found["first"], found["other"], found["second"]) == (1.0, 7.0, 2.0)
-
-
-def test_tensor_parallel_stages_match_single_process(tmp_path: Path) -> None:
-    found = results(4, "mesh.py", tmp_path, "tp")
-    expected = mesh.tensor_parallel(alone=True)
-    for rank, one in enumerate(found):
-        assert one["cut"] == 4
-        assert {int(name.split(".")[1]) for name in one["values"]} == {rank // 2}
-        for name, numbers in one["values"].items():
-            assert numbers == pytest.approx(expected["values"][name], rel=1e-4, abs=1e-5), name
 
 
 @pytest.fixture(scope="module")

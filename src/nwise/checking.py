@@ -293,7 +293,7 @@ class Twin:
         return tape
 
     def _begin(self) -> Values:
-        """Put buffers and parameters back to what the step found, without gradients, which the copy of a DTensor has."""
+        """Put buffers and parameters back to what the step found, without gradients."""
         _restore(self._buffers, self._received.buffers[self._k])
         for p, _, original in self._parameters:
             p.data.copy_(original.detach())

@@ -1,15 +1,11 @@
-"""Replicas of stages, and stages cut up by tensor parallelism, against one process; ragged batches; tuples; evaluation."""
+"""Replicas of stages against one process; ragged batches; a loss that is not finite on one of them; statistics."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import nwise
 import nwise.runtime.replicas
@@ -17,16 +13,10 @@ from nwise.runtime.launch import start
 from nwise.training.nonfinite import NonFiniteGuard
 from ranks.common import DEVICE, RANK, batches, closed, network, trained, write
 
-NAMES = ("pp", "dp", "tp")
-
 
 def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
-    """Every parameter of this process, whole."""
-    found = {}
-    for name, p in pipe.named_parameters():
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        found[name] = whole.detach().flatten().tolist()
-    return found
+    """Every parameter of this process."""
+    return {name: p.detach().flatten().tolist() for name, p in pipe.named_parameters()}
 
 
 def replicas(strategy: str, num_microbatches: int, bucket_bytes: int, *, alone: bool = False) -> Any:
@@ -85,32 +75,9 @@ def statistics(*, alone: bool = False) -> Any:
     return closed(pipe, {name: b.tolist() for name, b in pipe.named_buffers() if "running" in name})
 
 
-def tensor_parallel(*, alone: bool = False) -> Any:
-    """Two stages, each cut in two."""
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2)]
-    blocks[1].append(nn.Linear(6, 4))
-    mesh = None if alone else init_device_mesh(DEVICE.type, (2, 1, 2), mesh_dim_names=NAMES)
-    pipe = nwise.Pipeline(blocks, [nn.Linear(6, 4)], nn.functional.cross_entropy, "2-wise-mean", 2, seed=1, mesh=mesh)
-    pipe.to(DEVICE)
-    if mesh is not None:
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(pipe.stages[pipe.processes.place], mesh["tp"], plan)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01, foreach=False)
-    for x, y in batches(10):
-        pipe.step(x, target=y)
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"values": values(pipe), "cut": sum(isinstance(p, DTensor) for p in pipe.parameters())}
-    return closed(pipe, found)
-
-
 CASES = [("local", 1, 2**22), ("2-wise", 2, 1), ("2-wise-mean", 1, 200), ("end-to-end-delay-1", 2, 2**22)]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     start()
-    if sys.argv[2] == "dp":
-        write([*(replicas(*case) for case in CASES), left_out(2), statistics()])
-    else:
-        write(tensor_parallel())
+    write([*(replicas(*case) for case in CASES), left_out(2), statistics()])

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import nwise
+from nwise.program.arguments import refuse_wrappers
 from nwise.runtime.launch import start
 from nwise.runtime.replicas import Replicas
 from nwise.stage.stage import Stage
@@ -162,15 +163,15 @@ def refusals() -> dict[str, str]:
         "frozen": lambda net: net[0].requires_grad_(RANK == 0),
         "evaluated": lambda net: net[0].train(RANK == 0),
         "options": lambda net: net.append(nn.Dropout(0.1 + 0.4 * RANK)),
-        "split": lambda net: setattr(
-            net[0], "weight", nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh, [Shard(0)]))
-        ),
     }
     for name, change in changes.items():
         one = stage()
         change(one.module)
         try_to(name, lambda one=one: Replicas(group, one))  # type: ignore[misc]
 
+    split = nn.Linear(4, 4)
+    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), mesh, [Shard(0)]))
+    try_to("split", lambda: refuse_wrappers([split]))
     alike = stage()
     replicas = Replicas(group, alike)
 

@@ -55,8 +55,8 @@ def write(
 ) -> None:
     """Write a checkpoint; all processes of a pipeline call it together.
 
-    A tensor that several processes hold has the same name in each; DTensors are written in parts. Only rank 0's facts,
-    which are JSON values, are kept. No other call of the group (None for one process) may be under way.
+    A tensor that several processes hold has the same name in each. Only rank 0's facts, which are JSON values, are kept. No other
+    call of the group (None for one process) may be under way.
 
     Raises:
         OSError: the checkpoint cannot be written; nothing has changed.
@@ -139,7 +139,7 @@ def read_layout(folder: Path) -> dict[str, Tensor]:
 def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Fill tensors, in place, with the values of the same names; all processes of a pipeline call it together.
 
-    They have the shapes of `read_layout`; DTensors may be split otherwise than they were written.
+    They have the shapes of `read_layout`.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader

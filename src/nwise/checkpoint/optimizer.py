@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
-from nwise.dtensor import is_dtensor
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
 _STEP = (".step", "/step")  # ends of the names of numbers of steps
@@ -105,7 +104,7 @@ def collect_state(
 
 def _memory(tensor: Tensor) -> object:
     """Return a value that is equal for two tensors only if they are the same place in memory."""
-    if is_dtensor(tensor) or not tensor.numel():
+    if not tensor.numel():
         return object()
     place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
     return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -255,8 +254,8 @@ class SavedOptimizer:
             elif is_step or pairs or like.shape != p.shape:
                 self.fresh[name] = torch.empty(like.shape, dtype=dtype, device=device)
             else:
-                # Same strides as the parameter: fused optimizers go by memory. Parts of a DTensor stay on their mesh's device.
-                self.fresh[name] = torch.empty_like(p.detach(), dtype=dtype, device=None if is_dtensor(p) else device)
+                # Same strides as the parameter: fused optimizers go by memory.
+                self.fresh[name] = torch.empty_like(p.detach(), dtype=dtype, device=device)
         return self.fresh[name]
 
 

@@ -29,7 +29,6 @@ from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
 from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, main_state, plain_state, under
-from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
@@ -201,8 +200,7 @@ def restore(
     # Memory for all of it: an unreadable file is found before anything is changed.
     due = _due_gradients(pipe, facts, layout)
     wanted = targets | {name: p for call in due for p, name in call.items()}
-    # To the CPU, except that parts of a DTensor stay on their mesh's device.
-    fresh = {n: torch.empty_like(t.detach(), device=None if is_dtensor(t) else "cpu") for n, t in wanted.items()}
+    fresh = {n: torch.empty_like(t.detach(), device="cpu") for n, t in wanted.items()}
     fresh |= {} if loader is None else loader.fresh
     generators = f"random.{pipe.processes.here[0]}"
     if generators in sizes:

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise.dtensor import is_dtensor
-
 Put = Callable[[Tensor, str], str]
 
 _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in (tuple, set, frozenset, torch.Size)}
@@ -91,19 +89,18 @@ def unpack(packed: Any, get: Callable[[Mapping[str, Any], str], Tensor], place: 
 
 
 def _pack_tensor(tensor: Tensor, put: Put, place: str, like: Tensor | None) -> dict[str, Any]:
-    if (type(tensor) not in (Tensor, nn.Parameter) and not is_dtensor(tensor)) or tensor.layout != torch.strided:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         layout = "" if tensor.layout == torch.strided else f" of layout {tensor.layout}"
         raise UnknownTypeError(f"{place!r}, a {type(tensor).__name__}{layout}")
     facts: dict[str, Any] = {"complex": True} if tensor.dtype == torch.complex128 else {}  # which safetensors lacks
-    if not is_dtensor(tensor):
-        expected = torch.empty(tensor.shape, device="meta")
-        if like is not None and like.shape == tensor.shape and not is_dtensor(like) and not facts:
-            expected = torch.empty_like(like, device="meta")
-        # Fused updates walk through memory, so a momentum must lie as its parameter does, e.g. channels last. Strides are
-        # noted only if `unpack` would choose others. A tensor whose elements do not lie side by side in memory, such as an
-        # expanded one, is loaded as a contiguous one.
-        if tensor.stride() == torch.empty_like(tensor, device="meta").stride() != expected.stride():
-            facts["strides"] = list(tensor.stride())
+    expected = torch.empty(tensor.shape, device="meta")
+    if like is not None and like.shape == tensor.shape and not facts:
+        expected = torch.empty_like(like, device="meta")
+    # Fused updates walk through memory, so a momentum must lie as its parameter does, e.g. channels last. Strides are noted only
+    # if `unpack` would choose others. A tensor whose elements do not lie side by side in memory, such as an expanded one, is
+    # loaded as a contiguous one.
+    if tensor.stride() == torch.empty_like(tensor, device="meta").stride() != expected.stride():
+        facts["strides"] = list(tensor.stride())
     whole = tensor.detach()
     return {"name": put(torch.view_as_real(whole.contiguous()) if "complex" in facts else whole, place), **facts}
 

@@ -127,7 +127,14 @@ def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head"
         where: place of the modules, for the message; default: some stage or head.
         several: whether there are several processes, which `nn.SyncBatchNorm` would mix up; default: False.
     """
-    for kind in set(map(type, modules)):
+    given = list(modules)
+    # Of parameters alone: a DTensor has a mesh, and asking for its class would import torch's package for them.
+    if any(hasattr(p, "device_mesh") for module in given for p in module._parameters.values()):
+        raise ValueError(
+            f"Stages and heads should have plain parameters. Found a DTensor in {where}; leave tensor parallelism out, and give "
+            "the ranks to stages or replicas."
+        )
+    for kind in set(map(type, given)):
         if found := [_WRAPPERS[base.__name__] for base in kind.__mro__ if base.__name__ in _WRAPPERS]:
             raise ValueError(
                 f"Stages and heads should exchange nothing with other processes; nwise sums the gradients. Found {found[0]} in "

@@ -20,7 +20,7 @@ from nwise.process import choose_gpu, prepare_rank
 
 __all__ = ["launched", "local_gpu", "start", "variable"]
 
-DIMENSIONS = ("pp", "dp", "tp")
+DIMENSIONS = ("pp", "dp")
 
 
 def launched() -> bool:
@@ -166,9 +166,8 @@ def make_mesh(num_stages: int, mesh: DeviceMesh | None) -> DeviceMesh:
         # Without replicas there is no "dp" dimension: it would have a group, and so a thread of gloo.
         shape = (ranks,) if size == ranks else (ranks, size // ranks)
         return init_device_mesh(kind, shape, mesh_dim_names=DIMENSIONS[: len(shape)])
-    names: Sequence[str] = mesh.mesh_dim_names or ()
-    if not names or names[0] != "pp" or list(names) != [name for name in DIMENSIONS if name in names]:
-        raise ValueError(f"`mesh` should have dimensions 'pp', 'dp', 'tp', in this order. Found {tuple(names)}.")
+    if (names := tuple(mesh.mesh_dim_names or ())) not in (DIMENSIONS[:1], DIMENSIONS):
+        raise ValueError(f"`mesh` should have the dimension 'pp', or 'pp' and 'dp', in this order. Found {names}.")
     if mesh.shape[0] > num_stages:
         raise ValueError(
             f"`mesh` should have at most {num_stages} ranks along 'pp', one for each stage. Found {mesh.shape[0]}."

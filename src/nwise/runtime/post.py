@@ -19,7 +19,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from nwise.dtensor import is_dtensor
 from nwise.modes import autocast_dtype
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Wire
@@ -291,12 +290,11 @@ class Post(Mail):
             tensors = [x for microbatch in inputs for x in microbatch]
             for stage in self._stages.values():
                 tensors += [*stage.module.parameters(), *stage.module.buffers()]
-            self._spared = {t.untyped_storage().data_ptr() for t in tensors if not is_dtensor(t)}
+            self._spared = {t.untyped_storage().data_ptr() for t in tensors}
 
     def _apart(self, tensors: Tensors, stage: int) -> Tensors:
         """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
         check_sendable(tensors, stage, self._device)
-        # Tensor parallelism returns tensors of a subclass, whose values may still be on their way.
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._spared for t in tensors]
         return tensors if all(plain) else tuple(t if p else t.clone() for t, p in zip(tensors, plain, strict=True))
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nwise.batchnorm import DeferredBatchNorm
-from nwise.dtensor import is_dtensor
 from nwise.randomness import derive
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import Stage
@@ -102,7 +101,7 @@ class Replicas:
             float(flag) for p, g in zip(parameters, gradients, strict=True) for flag in (g is not None, _is_sparse(g))
         ]
         parts = [
-            _local(torch.zeros_like(p) if g is None or _is_sparse(g) else g).resolve_conj().flatten().to(kind)
+            (torch.zeros_like(p) if g is None or _is_sparse(g) else g).resolve_conj().flatten().to(kind)
             for p, g in zip(parameters, gradients, strict=True)
         ]
         flat = torch.cat([*parts, parts[0].new_tensor(flags + self._flags)])
@@ -133,13 +132,13 @@ class Replicas:
             # The layout of `_begin`, read from its end, and then the values from its beginning.
             place, flags = 0, flat[-own - 2 * len(parameters) : -own].view(-1, 2).tolist()
             for parameter, (present, sparse) in zip(parameters, flags, strict=True):
-                size = _local(parameter.detach()).numel()
+                size = parameter.numel()
                 if sparse:
                     self._sparse[parameter] = None
                 elif present:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter, dtype=flat.dtype)
-                    local = _local(parameter.grad)
+                    local = parameter.grad
                     local.copy_(flat[place : place + size].view_as(local))
                 place += size
         self._begun.clear()
@@ -197,18 +196,13 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
     """Give all replicas of a stage the values of the first one.
 
     Raises:
-        ValueError: they have other parameters, modes, options or losses, or a mesh splits parameters over the replicas.
+        ValueError: they have other parameters, modes, options or losses.
     """
     facts = {}
     parameters = _named(stage, lambda part: part.named_parameters())
     own_buffers = _named(stage, lambda part: part.named_buffers())
     for name, p in parameters:
         facts[f"parameter {name}"] = f"{list(p.shape)}, {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}"
-        if is_dtensor(p) and "dp" in (p.device_mesh.mesh_dim_names or ()):
-            raise ValueError(
-                f"Parameters should be whole in every replica. Found {name} of stage {stage.index} split over the mesh's "
-                "dimension 'dp'; split it over 'tp' only."
-            )
     for name, module in _named(stage, lambda part: part.named_modules()):
         facts[f"mode of {name}"] = "training" if module.training else "evaluation"
         facts[f"options of {name}"] = re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())
@@ -228,7 +222,7 @@ def make_equal(group: dist.ProcessGroup, stage: Stage) -> None:
         # A buffer that is no state, such as a table that grows with the input, may have other shapes elsewhere.
         shape = first_buffers.get(name)
         if tensor.numel() and all(found.get(name) == shape for _, found in everywhere):
-            local = _local(tensor.detach())
+            local = tensor.detach()
             whole = local.contiguous()
             dist.broadcast(whole, ranks[0], group=group)
             if whole.data_ptr() != local.data_ptr():
@@ -266,7 +260,7 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for p in reversed(list(parameters)):
         kind = _kind(p)
         kinds[kind].append(p)
-        sizes[kind] += _local(p.detach()).nbytes
+        sizes[kind] += p.nbytes
         if sizes[kind] >= BUCKET_BYTES:
             sizes[kind] = 0
             yield kinds.pop(kind)
@@ -280,8 +274,3 @@ def _kind(parameter: Tensor) -> torch.dtype:
 
 def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; the whole tensor unless tensor parallelism has split it."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor

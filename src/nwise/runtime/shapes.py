@@ -174,7 +174,7 @@ def _unsendable(tensor: Tensor, device: torch.device) -> str:
         return str(tensor.layout).removeprefix("torch.")
     if tensor.device.type != device.type:
         return f"on the device {tensor.device.type!r}"
-    # Torch's own subclasses are plain values, such as `nn.Parameter`, or one of tensor parallelism that waits for its values.
+    # Torch's own subclasses are plain values, such as `nn.Parameter`.
     known = type(tensor).__module__.partition(".")[0] == "torch"
     return "" if known else f"a {type(tensor).__name__}, a class that would not travel with its values"
 

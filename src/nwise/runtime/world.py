@@ -1,8 +1,8 @@
 """The world: several processes with a pipeline's stages, and the channels between them.
 
-Processes lie on a mesh of up to three dimensions: ``pp`` (ranks with different stages) outermost, then ``dp`` (replicas of these
-stages, each with a part of the mini-batch), then ``tp`` (tensor parallelism inside a stage). Facts travel as JSON through the
-store of `torch.distributed`, tensors through channels. The ranks of 8 processes with 4 stages and 2 replicas::
+Processes lie on a mesh of one or two dimensions: ``pp`` (ranks with different stages) outermost, then ``dp`` (replicas of these
+stages, each with a part of the mini-batch). Facts travel as JSON through the store of `torch.distributed`, tensors through
+channels. The ranks of 8 processes with 4 stages and 2 replicas::
 
             dp 0   dp 1
     pp 0      0      1        Each column is a pipeline with its own channels.
@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from nwise.dtensor import is_dtensor
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
@@ -71,7 +70,7 @@ class World(Processes):
     Args:
         num_stages: number of stages, A.
         placement: place of every stage's rank, see `nwise.schedule.placement`; default: neighbouring stages share a rank.
-        mesh: mesh with dimensions ``("pp", "dp", "tp")``, or some of them in this order, ``"pp"`` included; default: a mesh of
+        mesh: mesh with dimensions ``("pp", "dp")`` or ``("pp",)``; default: a mesh of
             all processes, with as many replicas as fit.
         limit: limit of an action in seconds; default: 300.
 
@@ -221,14 +220,13 @@ class World(Processes):
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         with self.telling("the collection of tensors"):
-            whole = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
             # One rank of every place sends, and rank 0 takes them one after the other.
             assert self.control  # also on ranks that send nothing: all ranks make the group
             if self.rank:
                 if 0 in self.ranks:
-                    self.send(Named(whole), 0)
+                    self.send(Named(tensors), 0)
                 return {}
-            collected = {name: t.detach().cpu() for name, t in whole.items()}
+            collected = {name: t.detach().cpu() for name, t in tensors.items()}
             for rank in self.ranks[1:]:
                 received = self.receive(rank)
                 collected.update(zip(names(received), received, strict=True))

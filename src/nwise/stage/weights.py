@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from nwise._torch import gradient_hooks, version
-from nwise.dtensor import is_dtensor
 from nwise.stage.graph import add_to_grad
 
 NO_HOOKS = (
@@ -106,20 +105,12 @@ class InMemory(Weights):
         learns: the trainable parameters of the stage.
         module: the stage.
         name: the stage's name, for errors.
-
-    Raises:
-        ValueError: a parameter is distributed.
     """
 
     def __init__(self, learns: Sequence[Tensor], module: nn.Module, name: str) -> None:
         super().__init__(learns)
         self._name = name
         parameters = list(module.parameters())
-        if any(map(is_dtensor, parameters)):
-            raise ValueError(
-                f"{name} should have plain parameters under Hogwild with the weights in memory. Found a distributed one; use "
-                "`nwise.Hogwild(weights='forward')`."
-            )
         # What the forward uses, by its address, with the parameter: a later ``p.data = other`` moves the parameter.
         self._owners = {p.untyped_storage().data_ptr(): (p.data, p) for p in parameters if p.numel()}
 

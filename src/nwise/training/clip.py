@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from nwise.dtensor import is_dtensor
 from nwise.pipeline import Pipeline
 from nwise.strategies import Strategy
 
@@ -56,14 +54,9 @@ def cycle_credit(strategy: Strategy, num_stages: int) -> Tensor:
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the squared norm of the gradients, on the CPU; in float64, where the order of the sum hardly matters."""
-    total = torch.zeros((), dtype=torch.float64)
-    for same in _by_kind(parameters):
-        # The sum of squares overflows in float16 at norms of 256.
-        gradients = [g.float() if g.dtype is torch.float16 else g for p in same if (g := p.grad) is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        whole = norm.full_tensor() if is_dtensor(norm) else norm
-        total += whole.detach().double().cpu().square()
-    return total
+    # The sum of squares overflows in float16 at norms of 256.
+    gradients = [g.float() if g.dtype is torch.float16 else g for p in parameters if (g := p.grad) is not None]
+    return nn.utils.get_total_norm(gradients).detach().double().cpu().square()
 
 
 class Clip:
@@ -108,7 +101,7 @@ class Clip:
         rows = [(stages, torch.stack([squared_norm(owned[part]) for part in group])) for stages, group in mine]
         norms = [squares.sum().sqrt() for squares in processes.sums(rows)]
         for (_, group), norm in zip(mine, norms, strict=True):
-            for parameters in (same for part in group for same in _by_kind(owned[part])):
+            for parameters in (owned[part] for part in group if owned[part]):
                 kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()
                 nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
@@ -151,8 +144,3 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> T
     """
     norms = Clip(pipe, max_norm, by)()
     return norms[0] if by == "global" else norms
-
-
-def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Separate DTensors from other parameters, because no operation takes both."""
-    return [list(same) for _, same in groupby(sorted(parameters, key=is_dtensor), is_dtensor)]

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nwise.dtensor import is_dtensor
-
 __all__ = ["Fused"]
 
 
@@ -42,17 +40,12 @@ class Fused:
         return list(whole.unflatten(self.dim, (self.blocks, -1)).split(self.sizes, self.dim + 1))
 
     def check(self, parameter: Tensor, name: str) -> None:
-        """Raise ValueError unless a parameter has these parts, and this rank has all of it."""
+        """Raise ValueError unless a parameter has these parts."""
         total, shape = self.blocks * sum(self.sizes), tuple(parameter.shape)
         if self.dim not in (0, 1) or min(self.sizes, default=0) < 1 or shape[self.dim] != total:
             raise ValueError(
                 f"{name!r} should consist of the parts of {self}. Found shape {shape}; give sizes whose sum, times the blocks, "
                 "is the number of outputs."
-            )
-        if is_dtensor(parameter):
-            raise ValueError(
-                f"Muon should find all of a fused matrix on one rank. Found {name!r}, of shape {shape}, split between ranks; let "
-                "Muon treat it as one matrix with `hidden_matrices(pipe, fused={...: None})`, or train it with AdamW."
             )
 
 

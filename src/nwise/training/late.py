@@ -42,8 +42,7 @@ def hidden_matrices(
             default: known layers are fused as in their own code (`docs/options.md`).
 
     Raises:
-        ValueError: a matrix looks fused, and neither `fused` nor a known layer says how; its shape differs; or it is split
-            between ranks (tensor parallel).
+        ValueError: a matrix looks fused, and neither `fused` nor a known layer says how; or its shape differs.
     """
     hidden: dict[nn.Parameter, Fused | None] = {}
     for k in pipe.processes.here:

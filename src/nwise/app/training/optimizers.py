@@ -44,8 +44,7 @@ def make_optimizer(
     given = list(parameters)
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-    # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
-    fused = not any(hasattr(p, "device_mesh") for group in kept for p in group["params"])  # no DTensor
+    fused = True  # one pass over a parameter instead of one per operation, a fifth of a small Transformer's step
     lr, decay = config.lr, config.weight_decay
     optimizer: torch.optim.Optimizer
     if isinstance(config, Sgd):
