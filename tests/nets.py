@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import nwise
 from nwise.heads import OnFirstOutput
-from nwise.network.carrying import carry
 from nwise.network.layers import Embedding, TransformerBlock, vocabulary
 
 LossFn = Callable[..., Tensor]
@@ -123,63 +122,37 @@ def names(num_stages: int) -> Net:
     return Net([ByName(s) for s in net.stages], [ByName(h) for h in net.heads if h is not None], loss, net.draw)
 
 
-class Down(nn.Module):
-    """Half the width, and what the way up needs, under a name of its own."""
+class Way(nn.Module):
+    """A piece of a U-Net: down, it keeps its input under the name of a skip; up, it reads the skip, and drops it."""
 
-    def __init__(self, name: str, width: int) -> None:
+    def __init__(self, ins: int, outs: int, skip: str = "") -> None:
         super().__init__()
-        self.name = name
-        self.layer = nn.Linear(width, width // 2)
+        self.skip, self.up = skip, outs > ins
+        self.layer = nn.Linear(ins + outs if self.up else ins, outs)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {self.name: x, "hidden": torch.tanh(self.layer(x))}
-
-
-class Up(nn.Module):
-    """Twice the width, with the skip from the way down."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width // 2 + width, width)
-
-    def join(self, hidden: Tensor, skip: Tensor) -> Tensor:
-        return torch.tanh(self.layer(torch.cat([hidden, skip], -1)))
+    def forward(self, hidden: Tensor, **skips: Tensor) -> dict[str, Tensor]:
+        inputs = torch.cat([hidden, skips.pop(self.skip)], -1) if self.up else hidden
+        kept = {self.skip: hidden} if self.skip and not self.up else {}
+        return {**skips, "hidden": torch.tanh(self.layer(inputs)), **kept}
 
 
-class UpFull(Up):
-    def forward(self, full: Tensor, hidden: Tensor) -> Tensor:
-        return self.join(hidden, full)
+class Ways(nn.ModuleList):
+    """Pieces of a U-Net in one stage; the last output is a tensor."""
 
-
-class UpHalf(Up):
-    def forward(self, hidden: Tensor, half: Tensor) -> Tensor:
-        return self.join(hidden, half)
-
-
-class UNet(nn.Module):
-    """Two skips around a middle, as one would write it without stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.down2 = Down("full", 8), Down("half", 4)
-        self.middle = nn.Linear(2, 2)
-        self.up2, self.up1 = UpHalf(4), UpFull(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.down1(x)
-        second = self.down2(first["hidden"])
-        hidden = self.up2(self.middle(second["hidden"]), second["half"])
-        return self.up1(first["full"], hidden)
+    def forward(self, hidden: Tensor, **skips: Tensor) -> Tensor | dict[str, Tensor]:
+        made = {"hidden": hidden, **skips}
+        for piece in self:
+            made = piece(**made)
+        return made if len(made) > 1 else made["hidden"]
 
 
 def unet(num_stages: int) -> Net:
-    """The U-Net, cut into up to five stages; heads look at the output and ignore the skips."""
-    pieces = UNet()._modules
-    starts = list(pieces)[1:]
-    stages = carry({name: piece for name, piece in pieces.items() if piece is not None}, starts[: num_stages - 1])
-    widths = (4, 2, 2, 4, 8)
-    heads = [OnFirstOutput(nn.Linear(widths[k], 8)) for k in range(len(stages) - 1)]
-    return Net(list(stages), list(heads), nn.functional.mse_loss, lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
+    """A U-Net with two skips in up to five stages; heads look at the output and ignore the skips."""
+    pieces = [Way(8, 4, "full"), Way(4, 2, "half"), Way(2, 2), Way(2, 4, "half"), Way(4, 8, "full")]
+    last = min(num_stages, len(pieces)) - 1
+    stages: list[nn.Module] = [*(Ways([piece]) for piece in pieces[:last]), Ways(pieces[last:])]
+    heads: list[nn.Module | None] = [OnFirstOutput(nn.Linear(width, 8)) for width in (4, 2, 2, 4)[:last]]
+    return Net(stages, heads, nn.functional.mse_loss, lambda n: (torch.randn(n, 8), torch.randn(n, 8)))
 
 
 class Every(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from nwise.app.data import (
     make_streams,
     sources,
 )
-from nwise.app.data.images import _decode
 from nwise.app.data.loading import permutation, steps_per_epoch
 from nwise.app.data.sources import tables
 from nwise.app.data.text import standard_library
@@ -259,12 +257,6 @@ def test_columns_of_another_kind_are_refused(tmp_path: Path) -> None:
             load_images(str(folder))
 
 
-def test_a_note_beside_parquet_files_is_no_data(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data", [(png(i), i % 2) for i in range(4)])
-    (folder / "train_readme.txt").write_text("a note\n")
-    assert len(load_images(str(folder))[0]) == 4
-
-
 def test_missing_file_or_column_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"should hold train\*.parquet.*Found nothing"):
         load_images(str(tmp_path))
@@ -310,13 +302,6 @@ def test_unreachable_hub_is_not_asked_again_and_again(is_reached: bool, monkeypa
         load_images("cifar10", hub="uoft-cs/cifar10")
     assert seen == [(not is_reached, not is_reached)]
     assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
-
-
-def test_server_that_does_not_exist_does_not_answer() -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        url = f"http://localhost:{server.getsockname()[1]}"
-        assert sources._answers(url)
-    assert not sources._answers(url)
 
 
 def test_one_file_is_not_training_and_test_data(tmp_path: Path) -> None:
@@ -641,15 +626,6 @@ def test_test_folders_may_lack_a_class(tmp_path: Path) -> None:
     train_images, test_images = load_images(str(tmp_path))
     assert train_images.classes == ("bird", "cat", "dog")
     assert test_images.labels.tolist() == [1, 2]
-
-
-def test_warning_of_pillow_does_not_spoil_an_image(tmp_path: Path) -> None:
-    """Photos with damaged EXIF data, of which ImageNet has some, were called unreadable."""
-    picture, facts = Image.new("RGB", (4, 4), (9, 9, 9)), Image.Exif()
-    facts[0x010E] = "x" * 40
-    picture.save(tmp_path / "photo.jpg", exif=facts.tobytes()[:-20])
-    with pytest.warns(UserWarning, match="Truncated File Read"):
-        assert _decode({"bytes": (tmp_path / "photo.jpg").read_bytes()}, "row 0").shape == (3, 4, 4)
 
 
 def test_numbers_are_no_text(tmp_path: Path) -> None:

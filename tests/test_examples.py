@@ -15,6 +15,7 @@ from test_contract import assert_same, gradients
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import exits
 import quickstart
+import unet
 import unsupervised
 
 
@@ -45,6 +46,28 @@ def test_reconstruction_gradients_match_reference() -> None:
     )
     pipe.step(x, target=x)
     assert_same(gradients(pipe), expected, 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+def test_unet_has_the_gradients_of_the_network_without_stages() -> None:
+    """End-to-end, and bitwise: the skip's gradient comes back through the stage that only passes it on."""
+    pipe = unet.build(8, "end-to-end")
+    x, y = torch.randn(2, 4, 8)
+    losses = pipe.step(x, target=y)
+    found = gradients(pipe)
+    pipe.zero_grad()
+    output = x
+    for stage in pipe.stages:
+        output = stage(**output) if isinstance(output, dict) else stage(output)
+    loss = torch.nn.functional.mse_loss(output, y)
+    loss.backward()
+    assert losses[-1].item() == loss.item()
+    assert_same(found, gradients(pipe), 0)
+
+
+def test_unet_removes_noise() -> None:
+    before, after = unet.main(150)
+    assert after < before / 2
 
 
 def test_gpt2_resume_is_bitwise_and_loads_back(

@@ -205,28 +205,6 @@ def test_best_rate_has_the_lowest_mean_of_all_seeds_and_a_star_at_an_end() -> No
     assert [cell.recipe.seed for cell in search.cells] == [100] * 3 + [101] * 3
 
 
-def test_text_of_another_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is the standard library, so under another Python the runs of one table would have learned different texts."""
-    monkeypatch.setattr("experiments.harness.cell.standard_library", lambda max_bytes: "import this")
-    ran: list[Cell] = []
-
-    def run(cells: Sequence[Cell], *_: object) -> list[tuple[Cell, Record]]:
-        ran.extend(cells)
-        return []
-
-    monkeypatch.setattr("experiments.harness.trained.run_cells", run)
-    job = Job(folder=tmp_path, size="medium", seeds=1, only=("muon local, seed 0",))
-    EXPERIMENTS["frontier"].reproduce(job)
-    assert len(ran) == 1, "the first records of a folder may have learned any text"
-    line = (FOLDER / "frontier" / "medium.jsonl").read_text().splitlines()[0]
-    Store(tmp_path / "frontier" / "medium.jsonl").add(json.loads(line))
-    with pytest.raises(
-        FileNotFoundError, match=r"with the SHA-256 2e31e854\. Found .*; use that one, or another --folder"
-    ):
-        EXPERIMENTS["frontier"].reproduce(job)
-    assert len(ran) == 1
-
-
 def test_records_without_a_cell_are_reported(tmp_path: Path) -> None:
     line = (FOLDER / "e1" / "discarded.jsonl").read_text().splitlines()[0]
     Store(tmp_path / "e1" / "medium.jsonl").add(json.loads(line))

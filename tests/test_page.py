@@ -453,14 +453,6 @@ def test_report_rejects_invalid_records(
     assert "metrics.jsonl should hold records with step, samples, seconds" in capsys.readouterr().err
 
 
-def test_report_shows_duplicate_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(tmp_path, "--max-steps", "2")
-    run = str(tmp_path / "digits-2-wise-001")
-    capsys.readouterr()
-    assert cli.run(["report", run, run + "/", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -491,9 +483,3 @@ def test_explore_rejects_bad_options_before_timing(
     monkeypatch.setattr(Choices, "time", never)
     assert cli.run(["explore", *options]) == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_explore_merges_duplicate_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--strategy", "2-wise", "2-wise", "--stages", "3", "3", "--microbatches", "1", "--latency", "0", "0"]
-    assert cli.run(["explore", *sizes, "--costs", "paper", "paper", "--out", str(tmp_path / "e.html"), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["schedules"]) == 1

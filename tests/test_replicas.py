@@ -77,7 +77,7 @@ def test_replica_all_reduce_overlaps_backward(monkeypatch: pytest.MonkeyPatch, t
     really = dist.all_reduce
 
     def all_reduce(flat: Tensor, **settings: Any) -> Any:
-        events.append(f"sum of {flat.numel() - 34}")  # two flags of the parameter, 32 of the replica
+        events.append(f"sum of {flat.numel() - 33}")  # a flag of the parameter, 32 of the replica
         return really(flat, **settings)
 
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 1)

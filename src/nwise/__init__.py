@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from nwise.findings import ContractError as ContractError
     from nwise.flow import Flow as Flow
     from nwise.flow import find_flow as find_flow
-    from nwise.network.carrying import carry as carry
     from nwise.network.chain import Chain as Chain
     from nwise.network.splitting import split as split
     from nwise.network.tied import untie as untie
@@ -85,7 +84,6 @@ _PLACES = {
     "Plans": "planning.plans",
     "Rotating": "strategies",
     "Strategy": "strategies",
-    "carry": "network.carrying",
     "check": "checking",
     "clip_grad_norm_": "training.clip",
     "compile_module": "compiled",

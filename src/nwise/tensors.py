@@ -22,7 +22,7 @@ __all__ = ["Tensors", "as_tuple", "run_module"]
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
-HIDDEN = "hidden"  # the hidden state between stages of `nwise.carry`
+HIDDEN = "hidden"  # the entry of a dictionary at which heads look (`OnFirstOutput`)
 HIDDEN_STATES = "hidden_states"  # that between stages of a Hugging Face network, if inputs have names
 
 

@@ -145,7 +145,7 @@ class Checkpoints:
         """
         # All ranks meet at the claim, at the exchange of the optimizer's JSON and in the writing; `telling` reports an error
         # to those that wait there already. What a background writer gets is a copy on the CPU, which belongs to it alone.
-        if reserved := sorted(set(facts) & {*state.FACTS, "optimizer_state", "compress", "due"}):
+        if reserved := sorted(set(facts) & {*state.FACTS, "optimizer_state"}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()

@@ -145,7 +145,7 @@ class SavedOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Tensor],  # of this process, by their names in the checkpoint
-        parts: Sequence[Mapping[str, Any]],  # JSON of all processes that wrote it; none in one of an older version
+        parts: Sequence[Mapping[str, Any]],  # JSON of all processes that wrote it
         layout: Mapping[str, Tensor],  # the checkpoint's tensors, without values
         stage: int,  # the first one of this process
     ) -> None:
@@ -169,7 +169,7 @@ class SavedOptimizer:
         if self._rest["other"]:
             self._check_own_keys(nearest)
         self._states: dict[Tensor, Any] = {}
-        packed = _packed_by_name(layout) | {name: s for part in parts for name, s in part["state"].items()}
+        packed = {name: s for part in parts for name, s in part["state"].items()}
         for name, p in self._parameters.items():
             # An optimizer made of several may train a parameter by another one in another cut; it says whether it can go on.
             accepts = getattr(optimizer, "accepts_state", None)
@@ -257,16 +257,6 @@ class SavedOptimizer:
                 # Same strides as the parameter: fused optimizers go by memory.
                 self.fresh[name] = torch.empty_like(p.detach(), dtype=dtype, device=device)
         return self.fresh[name]
-
-
-def _packed_by_name(layout: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the packed states of parameters in a checkpoint of an older version, which only names their tensors."""
-    states: dict[str, Any] = {}
-    for full in layout:
-        name, _, entry = full.removeprefix("optimizer.").rpartition(".")
-        if full.startswith("optimizer.") and not full.startswith("optimizer.rest."):
-            states.setdefault(name, {"dict": []})["dict"].append([entry, {"tensor": {"name": full}}])
-    return states
 
 
 def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

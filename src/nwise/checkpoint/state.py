@@ -32,7 +32,7 @@ from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, mai
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
-# Types of the facts that every checkpoint has. Those of version 0.1 lack "compress", which was "none", and "due".
+# Types of the facts that every checkpoint has.
 FACTS = {
     "step": int,
     "seed": int,
@@ -40,6 +40,8 @@ FACTS = {
     "num_microbatches": int,
     "ends": list[str],
     "optimizer": str,
+    "compress": str,
+    "due": int,
 }
 
 
@@ -222,8 +224,8 @@ def restore(
     kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
     used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
     parts = pipe.processes.by_place("heads", [new["heads"], [*used], new["losses"], notes])
-    changes = _differences({"compress": "none", **facts}, now, sizes, parts)
-    if lost := 0 if kept else int(facts.get("due", 0)):
+    changes = _differences(facts, now, sizes, parts)
+    if lost := 0 if kept else int(facts["due"]):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return changes
 
@@ -285,7 +287,7 @@ def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str
     parameters = parameter_names(pipe)
     return [
         {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
-        for n in range(int(facts.get("due", 0)))
+        for n in range(int(facts["due"]))
     ]
 
 

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,7 +41,6 @@ class Replicas:
         # Groups of parameters of the stage and of its head; one that is unfrozen later begins a new group.
         self._groups: dict[bool, list[dict[Tensor, None]]] = {False: [], True: []}
         self._flags: list[float] = []  # of the modes and the trainable parameters of this replica
-        self._sparse: dict[Tensor, None] = {}  # parameters whose gradients are sparse in some replica
         make_equal(group, stage)
 
     def start(self) -> None:
@@ -69,7 +68,7 @@ class Replicas:
         groups, learns = self._groups[head], self._stage.head_learns if head else self._stage.learns
         if new := {p: None for p in learns if not any(p in group for group in groups)}:
             groups.append(new)
-        buckets = [bucket for group in groups for bucket in _buckets(p for p in group if p not in self._sparse)]
+        buckets = [bucket for group in groups for bucket in _buckets(group)]
         missing = [len(bucket) for bucket in buckets]
         place = {p: i for i, bucket in enumerate(buckets) for p in bucket}
         begun = 0
@@ -94,14 +93,13 @@ class Replicas:
         # Flags of the parameters travel along: a sum must not wait for a gradient that one replica lacks. Any number but 0 means
         # yes, whatever the precision of the sum. Two parameters, of which only the first has a gradient here:
         #
-        #     gradient of p0 | zeros for p1 | p0: present, sparse | p1: present, sparse | 32 flags of modes (`_flags`)
-        #                                     1        0            0        0
+        #     gradient of p0 | zeros for p1 | p0 present: 1 | p1 present: 0 | 32 flags of modes (`_flags`)
+        #
+        # A sparse gradient is sent as a dense one, and its sum is dense.
         kind, gradients = _kind(parameters[0]), [p.grad if p.requires_grad else None for p in parameters]
-        flags = [
-            float(flag) for p, g in zip(parameters, gradients, strict=True) for flag in (g is not None, _is_sparse(g))
-        ]
+        flags = [float(g is not None) for g in gradients]
         parts = [
-            (torch.zeros_like(p) if g is None or _is_sparse(g) else g).resolve_conj().flatten().to(kind)
+            (torch.zeros_like(p) if g is None else g.to_dense()).resolve_conj().flatten().to(kind)
             for p, g in zip(parameters, gradients, strict=True)
         ]
         flat = torch.cat([*parts, parts[0].new_tensor(flags + self._flags)])
@@ -130,36 +128,19 @@ class Replicas:
                     "others on some ranks; freeze parameters and call `train` and `eval` alike in all replicas."
                 )
             # The layout of `_begin`, read from its end, and then the values from its beginning.
-            place, flags = 0, flat[-own - 2 * len(parameters) : -own].view(-1, 2).tolist()
-            for parameter, (present, sparse) in zip(parameters, flags, strict=True):
+            place, flags = 0, flat[-own - len(parameters) : -own].tolist()
+            for parameter, present in zip(parameters, flags, strict=True):
                 size = parameter.numel()
-                if sparse:
-                    self._sparse[parameter] = None
-                elif present:
-                    if parameter.grad is None:
+                if present:
+                    if parameter.grad is None or parameter.grad.is_sparse:
                         parameter.grad = torch.zeros_like(parameter, dtype=flat.dtype)
-                    local = parameter.grad
-                    local.copy_(flat[place : place + size].view_as(local))
+                    parameter.grad.copy_(flat[place : place + size].view_as(parameter.grad))
                 place += size
         self._begun.clear()
-        if self._sparse:
-            self._sum_sparse()
-        # Those of earlier steps, which are summed already. In place where it can be: the caller may hold the tensor.
+        # Those of earlier steps, which are summed already. In place: the caller may hold the tensor.
         for parameter, gradient in self._before:
-            if parameter.grad is None or (gradient.layout is parameter.grad.layout is torch.strided):
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-            else:
-                parameter.grad = parameter.grad + gradient if _is_sparse(gradient) else gradient + parameter.grad
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._before = []
-
-    def _sum_sparse(self) -> None:
-        """Sum the gradients of parameters that some replica has as sparse tensors, by the indices that they have."""
-        mine = [None if p.grad is None else p.grad.detach().cpu() for p in self._sparse]
-        parts = zip(*_gathered(self._group, mine), strict=True)
-        for parameter, gradients in zip(self._sparse, parts, strict=True):
-            present = sorted((g for g in gradients if g is not None), key=_is_sparse)  # torch adds sparse to dense only
-            if present:
-                parameter.grad = reduce(torch.add, present).to(parameter.device)
 
 
 def _parts(stage: Stage) -> dict[str, nn.Module]:
@@ -270,7 +251,3 @@ def _buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _kind(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is not torch.strided
