@@ -130,7 +130,7 @@ def test_captured_steps_are_bitwise_those_of_eager_ones(name: str) -> None:
     assert replays(pipes[1])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow("three record the same")), 3])
 def test_several_processes_record_what_lies_between_their_messages(num_ranks: int, tmp_path: Path) -> None:
     """Every bit is that of an eager step in one process; a rank that cannot replay does not disturb the others.
 

@@ -128,7 +128,7 @@ def test_the_first_step_raises_and_is_undone() -> None:
 def test_what_only_the_cut_changes_warns_in_the_first_step() -> None:
     pipe = pipeline(TENSORS["mixes samples"](), strategy="end-to-end", num_microbatches=2)
     with pytest.warns(
-        UserWarning, match=r"both at once, samples: output 0 of stage 1. Samples .* \(docs/contract.md, 4\)"
+        UserWarning, match=r"both at once, samples: output 0 of stage 1. Samples .* \(docs/contract.md, 4, 8\)"
     ) as told:
         pipe.step(X, target=Y)
     assert len(told) == 1
@@ -192,7 +192,7 @@ def test_tensors_from_outside_are_told_in_losses_too() -> None:
 def test_an_output_that_requires_no_gradient_is_told() -> None:
     """Regression: under local credit a stage of the reentrant checkpoint learned nothing, in silence."""
     pipe = pipeline(Reentrant(WIDTH, WIDTH), strategy="local")
-    with pytest.raises(nwise.ContractError, match=r"no gradient, .* stage 1. The reentrant .* `recompute=True`"):
+    with pytest.raises(nwise.ContractError, match=r"no gradient, .* stage 1. The reentrant .* `Pipeline"):
         pipe.step(X, target=Y)
 
 
@@ -354,9 +354,9 @@ def test_every_error_and_warning_names_a_sentence_of_the_contract() -> None:
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if re.match(r"\| \d", line)}
     assert list(rows) == [str(number) for number in range(1, 13)]
     for kind in (*ERRORS, *WARNINGS):
-        number = re.search(r"\(docs/contract.md, (\d+)\)$", str(Finding(kind, ["x"])))
-        assert number is not None
-        assert "check" in rows[number[1]] or kind in (REPLICAS, IDLE)
+        found = re.search(r"\(docs/contract.md, (\d[\d, ]*)\)$", str(Finding(kind, ["x"])))
+        assert found is not None
+        assert all("check" in rows[number] for number in found[1].split(", ")) or kind in (REPLICAS, IDLE)
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))
@@ -388,7 +388,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
         assert not nwise.check(pipe, x, target=y).findings
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow("four ranks find the same")), 4])
 def test_all_ranks_find_what_one_process_finds(ranks: int, tmp_path: Path) -> None:
     alone = {name: checked.found(name) for name in checked.NAMES}
     error = checked.raised()

@@ -110,7 +110,6 @@ def test_two_hundred_random_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_steps"),
     [
-        (2, 6),
         (4, 6),
         pytest.param(2, 20, marks=pytest.mark.slow("the same for longer")),
         pytest.param(4, 20, marks=pytest.mark.slow("the same for longer")),

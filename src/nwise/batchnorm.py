@@ -72,11 +72,12 @@ class DeferredBatchNorm(BatchNorm):
 
     def begin(self) -> None:
         """Collect statistics from here on."""
-        self._sums.zero_()
+        self.discard()
         self._collects = True
 
     def discard(self) -> None:
         """Drop what has been collected, for example after an error."""
+        self._sums.zero_()
         self._collects = False
 
     def sum_over(self, replicas: ProcessGroup) -> None:

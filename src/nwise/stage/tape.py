@@ -84,12 +84,15 @@ class Tape:
 
     def apart(self, gradients: Cotangents) -> Cotangents:
         """Return gradients that share no memory with what a later pass of this micro-batch reads."""
-        kept = () if self.kept is None else [g for part in self.kept.parts for g in part.gradients]
-        held = [g for source in (self.own, *self.messages.values(), kept) for g in source]
-        memory = {None, *(_address(g) for g in held if g is not None)}
-        return tuple(g.clone() if g is not None and _address(g) in memory else g for g in gradients)
+        held = [self.own, *self.messages.values()]
+        if self.kept is not None:
+            held += [part.gradients for part in self.kept.parts]
+        memory: set[int | None] = {None}
+        for source in held:
+            memory.update(map(_address, source))
+        return tuple([None if g is None else g.clone() if _address(g) in memory else g for g in gradients])
 
 
-def _address(tensor: Tensor) -> int | None:
-    """Return where the memory of a tensor begins; None if it has several parts, as a sparse or nested one."""
+def _address(tensor: Tensor | None) -> int | None:
+    """Return where the memory of a tensor begins; None if there is none, or several parts, as of a sparse or nested one."""
     return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
