@@ -41,6 +41,7 @@ from nwise.findings import (
 )
 from ranks import checked
 from test_contract import assert_same, gradients
+from test_microbatch import Do
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -232,7 +233,7 @@ def test_what_cannot_be_copied_is_a_note() -> None:
     pipe.step(X, target=Y)
 
 
-def test_parameters_that_nobody_trains_are_named() -> None:
+def test_parameters_that_the_optimizer_lacks_are_named() -> None:
     network = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     pipe = nwise.Pipeline(
         nwise.split(network, ["1", "2"]), [nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)], strategy="2-wise"
@@ -347,6 +348,15 @@ def test_what_a_delay_cannot_serve_is_told(strategy: str) -> None:
             pipe.step(X, target=Y)
     else:
         assert [one.kind for one in nwise.check(pipe, X, target=Y).findings] == [AGAIN] * late
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_expanded_buffers_are_left_alone(recompute: bool) -> None:
+    """Regression: such a buffer refuses a copy, so the first step raised a RuntimeError."""
+    stage = Do(lambda layer, x: layer(x) * layer.scale)
+    stage.layer.register_buffer("scale", torch.ones(1).expand(WIDTH))
+    pipe = nwise.Pipeline([stage, nn.Linear(WIDTH, 3)], strategy="end-to-end", recompute=recompute)
+    assert not nwise.check(pipe, X, target=Y).findings
 
 
 def test_every_error_and_warning_names_a_sentence_of_the_contract() -> None:

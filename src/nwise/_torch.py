@@ -14,7 +14,6 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     BatchNorm, Norm      bases of batch and instance norms          a list of classes, without those of users
     is_compiled, ...     Module._compiled_call_impl, _call_impl     Module.compile, without effect on containers
     uncompiled, ...      _orig_mod, _torchdynamo_orig_callable      none
-    inner_module         _checkpoint_wrapped_module                 none
     MODULE_CALLS         Module._call_impl, _wrapped_call_impl      none
     caches_...           nn.utils.parametrize._cache_enabled        none
     compiler_settings    _functorch.config                          none
@@ -155,13 +154,6 @@ def share_hooks(module: nn.Module, other: nn.Module) -> None:
     vars(other).update({name: value for name, value in vars(module).items() if "hook" in name})
 
 
-def clear_forward_hooks(module: nn.Module) -> None:
-    """Remove the hooks on a module's forward."""
-    for name, hooks in vars(module).items():
-        if "forward" in name and name.endswith("hooks"):
-            hooks.clear()
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether this module itself was compiled: `compile_call`, ``module.compile()`` or ``torch.compile(module)``."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -206,11 +198,6 @@ def plain_name(name: str) -> str:
     'blocks.0.weight'
     """
     return name.replace(f"{COMPILED}.", "")
-
-
-def inner_module(module: nn.Module) -> nn.Module:
-    """Return the module inside a compiled one or a wrapper of torch's for checkpointing; another one as it is."""
-    return getattr(uncompiled(module), "_checkpoint_wrapped_module", uncompiled(module))
 
 
 def compiler_settings() -> Any:

@@ -33,15 +33,16 @@ from nwise.differences import differences, gap
 from nwise.findings import ContractError, Finding, Report
 from nwise.flow import StageFlow, single_passes
 from nwise.microbatch import Batch
-from nwise.randomness import SeedsAll, kept, preserved, random_states
-from nwise.runtime.received import Received, Work, buffers_of, clones, join, joined
+from nwise.randomness import SeedsAll, kept, preserved, random_states, restore
+from nwise.runtime.received import Received, Work, buffers_of, join, joined
 from nwise.runtime.replicas import unlike
 from nwise.schedule.actions import Action, Kind
-from nwise.stage.graph import gradients_aside, nodes_of
+from nwise.stage.graph import clones, gradients_aside, nodes_of
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
 from nwise.stage.weights import NO_HOOKS, Weights
-from nwise.tensors import Input, Tensors, asks, each
+from nwise.tensors import Input, Tensors, asks, each, put, values_of
+from nwise.terms import modules_of
 
 if TYPE_CHECKING:
     from nwise.pipeline import Pipeline
@@ -79,14 +80,13 @@ def check(pipe: Pipeline, *inputs: Input, optimizer: torch.optim.Optimizer | Non
             "returns True, or check before the first step."
         )
     number = pipe.steps
-    modules = [one for one in (pipe, *pipe.loss_fns) if isinstance(one, nn.Module)]
-    buffers = {b: b.clone() for module in modules for b in module.buffers()}
+    modules = [pipe, *(module for loss in pipe.loss_fns for module in modules_of(loss).values())]
+    buffers = dict.fromkeys(b for module in modules for b in module.buffers())
     try:
-        with kept(random_states()), gradients_aside(pipe.parameters()):
+        with kept(random_states()), kept(values_of(buffers)), gradients_aside(pipe.parameters()):
             report = pipe.checked_step(*inputs, **batch)
     finally:
         pipe.steps = number
-        _restore([*buffers], [*buffers.values()])
     if optimizer is not None and (where := _left_out(pipe, optimizer)):
         report.findings.append(Finding(findings.IDLE, where))
     return report
@@ -106,15 +106,15 @@ def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: b
     """
     begin, found = time.perf_counter(), defaultdict[str, list[str]](list)
     for k in received.stages:
-        own = {b: b.clone() for b in buffers_of(received.stages[k])}  # a loss that is a function is not copied
+        buffers = buffers_of(received.stages[k])  # a loss that is a function is not copied
         try:
-            with kept(random_states()), preserved(device), torch.enable_grad(), warnings.catch_warnings():
+            with kept(values_of(buffers)), kept(random_states()), preserved(device), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the step has shown them
-                _compare(received, k, found)
+                with torch.enable_grad():
+                    _compare(received, k, found)
         except Exception as error:  # what cannot be copied, or does not fit into memory
             said = f"stage {k} ({type(error).__name__}: {error})".splitlines()[0]
             found[findings.AGAIN if NO_HOOKS in said else findings.NOTE].append(said[:200])
-        _restore([*own], [*own.values()])
     if pipe.processes.num_replicas > 1:
         found[findings.REPLICAS] += unlike(pipe.processes, pipe.state_dict())
     parts, took = pipe.processes.gather("check", found), time.perf_counter() - begin
@@ -219,21 +219,20 @@ class Twin:
         values, batch, stage, k = self._begin(), self._batch(work, seed), self._stage, self._k
         own = list(stage.module.buffers())
         for one in work:
-            m, start = one.microbatch, [b.clone() for b in own]
+            m, start = one.microbatch, values_of(own)
             tape = self._forward(one, one.flow, batch)
             roots: list[Any] = list(tape.outputs)
             values.outputs.append(each(tape.outputs, Tensor.detach))
             values.tracked |= any(map(asks, roots))
             if one.flow.head:
-                before = [b.clone() for b in self._buffers]
-                roots.append(batch.draws.run(("head", k, m), roots[0].device, stage.loss, tape.outputs, one.target))
-                _restore(self._buffers, before)
+                with kept(values_of(self._buffers)):
+                    roots.append(batch.draws.run(("head", k, m), roots[0].device, stage.loss, tape.outputs, one.target))
                 stage.run(Action(Kind.HEAD, k, m), tape)
             ends = {node.variable for node in nodes_of(roots) if hasattr(node, "variable")}
             values.leaves |= ends - {p for p, *_ in self._parameters} - {*tape.inputs}
-            after, passes = [b.clone() for b in own], list(single_passes(one.flow))
+            after, passes = values_of(own), list(single_passes(one.flow))
             for q, flow in passes:
-                _restore(own, start)
+                restore(start)
                 fresh = self._forward(one, flow, batch)
                 fresh.own = tape.own
                 kind = Kind.WEIGHT_GRAD if q is None else Kind.INPUT_GRAD if flow.fused is None else Kind.BOTH
@@ -242,7 +241,7 @@ class Twin:
                     made = stage.run(Action(kind, k, m, None if q is None else 0), fresh)
                 self._send(values, q, m, made if q is not None else ())
             if len(passes) != 1:  # otherwise a backward may move buffers, as in plain autograd
-                _restore(own, after)
+                restore(after)
         return self._end(values, batch, work)
 
     def cut(self, work: Sequence[Work]) -> tuple[str, str] | None:
@@ -294,7 +293,8 @@ class Twin:
 
     def _begin(self) -> Values:
         """Put buffers and parameters back to what the step found, without gradients."""
-        _restore(self._buffers, self._received.buffers[self._k])
+        for b, value in zip(self._buffers, self._received.buffers[self._k], strict=True):
+            put(b, value)
         for p, _, original in self._parameters:
             p.data.copy_(original.detach())
             p.grad = None
@@ -319,10 +319,8 @@ class Twin:
         return [n for _, n, p in self._parameters if p in old and old[p] != version(p) and n not in step.written]
 
     def _send(self, values: Values, q: int | None, m: int, message: Sequence[Tensor | None]) -> None:
-        for i, gradient in enumerate(message):
-            values.add(
-                f"message {q}.{i} of stage {self._k}, micro-batch {m},", None if gradient is None else gradient.clone()
-            )
+        for i, gradient in enumerate(clones(message)):
+            values.add(f"message {q}.{i} of stage {self._k}, micro-batch {m},", gradient)
 
 
 def _copied(own: Stage) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
@@ -335,11 +333,6 @@ def _copied(own: Stage) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
         raise ValueError(f"a copy of {type(fixed[0]).__name__} would compute with the original")
     memo: dict[int, Any] = {id(hook): hook for hooks in hooks_of(modules) for hook in hooks.values()}
     return copy.deepcopy((own.module, own.head, own.loss_fn if isinstance(own.loss_fn, nn.Module) else None), memo)
-
-
-def _restore(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for x, value in zip(tensors, values, strict=True):
-        x.data.copy_(value.detach())
 
 
 def _left_out(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -34,7 +34,7 @@ WARNINGS = {
     "`.mean()`; give a mean over other terms a method `count(target)`; or set `num_microbatches=1`.",
     "replicas with other values": "9: Load the same weights everywhere; for batch norms call `nwise.defer_batchnorm`, and "
     "register buffers that may differ with `persistent=False`.",
-    "nobody trains": "10: Give the optimizer `pipe.parameters()`, heads included, or freeze what should stay.",
+    "not trained": "10: Give the optimizer `pipe.parameters()`, heads included, or freeze what should stay.",
 }
 KINDS = ERRORS | WARNINGS
 RERUN, NOTHING, OUTSIDE, WRITTEN, BUFFERS, AGAIN, STEP, PLAIN, SAMPLES, LOSS, REPLICAS, IDLE = KINDS

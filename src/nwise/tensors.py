@@ -9,10 +9,13 @@ The next module gets the names as keyword arguments, so they travel with the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from nwise._torch import versions
@@ -112,6 +115,36 @@ def anew(tensors: Tensors) -> Tensors:
     for leaf, x in zip(leaves, tensors, strict=True):
         leaf.requires_grad_(x.requires_grad)
     return leaves
+
+
+def values_of(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], None], Tensor]]:
+    """Return the values of tensors, and what writes them back (`nwise.randomness.kept`)."""
+    return [(partial(put, x), x.detach().clone()) for x in tensors]
+
+
+def put(x: Tensor, value: Tensor) -> None:
+    """Give a tensor the values of another one, without a new version for autograd."""
+    # An expanded tensor refuses a copy. As it cannot be written to in place either, it has its values already.
+    if x.layout is not torch.strided or x.is_meta or not torch.equal(x, value):
+        x.data.copy_(value)
+
+
+@contextmanager
+def replaced(stores: Iterable[dict[str, Any]], others: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Run the body with other tensors in the places of some, such as the buffers of modules.
+
+    Args:
+        stores: dictionaries that hold the tensors.
+        others: what stands in the place of a tensor; those without an entry stay.
+    """
+    places = [(store, name, x) for store in stores for name, x in store.items() if x is not None and x in others]
+    try:
+        for store, name, x in places:
+            store[name] = others[x]
+        yield
+    finally:
+        for store, name, x in places:
+            store[name] = x
 
 
 def as_tuple(value: Any, what: str) -> Tensors:

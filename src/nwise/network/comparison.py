@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nwise.modes import evaluating, training
-from nwise.randomness import seeded
-from nwise.tensors import Tensors, as_tuple, call, each, names
+from nwise.randomness import kept, random_states, seeded
+from nwise.tensors import Tensors, as_tuple, call, each, names, values_of
 
 
 def refuse_difference(
@@ -88,15 +88,7 @@ def _other(named: Mapping[str, Tensor], found: Sequence[Tensor], expected: Seque
 @contextmanager
 def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
     """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    others = random.getstate(), np.random.get_state()  # noqa: NPY002 - networks draw from it, too
-    random.seed(0), np.random.seed(0)  # noqa: NPY002
-    try:
+    with kept(random_states()), kept(values_of(model.buffers())):
+        random.seed(0), np.random.seed(0)  # noqa: NPY002 - networks draw from it, too
         with seeded(0, example[0].device):
             yield
-    finally:
-        random.setstate(others[0]), np.random.set_state(others[1])  # noqa: NPY002
-        for buffer, values in buffers:
-            # Batch norm changes its statistics without a new version. One that is equal may be expanded and refuse a copy.
-            if not buffer.is_meta and not torch.equal(buffer, values):
-                buffer.copy_(values)

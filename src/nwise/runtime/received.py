@@ -16,6 +16,7 @@ from nwise.flow import StageFlow
 from nwise.microbatch import Parts, Weight
 from nwise.schedule.actions import Kind
 from nwise.schedule.schedule import Schedule
+from nwise.stage.graph import clones
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents, Tape
 from nwise.tensors import Tensors, each, like
@@ -101,11 +102,6 @@ def buffers_of(stage: Stage) -> list[Tensor]:
     return list(dict.fromkeys(chain.from_iterable(one.buffers() for one in modules)))
 
 
-def clones(message: Cotangents) -> Cotangents:
-    """Return a copy of a message."""
-    return tuple(None if g is None else g.clone() for g in message)
-
-
 def joined(work: Sequence[Work], counts: Sequence[int], way: int = 0, *, first: bool = False) -> Work:
     """Return micro-batches of one flow as one.
 
@@ -136,7 +132,7 @@ def join(xs: Sequence[Any], counts: Sequence[int], way: int, *, adds: bool = Fal
     """Join a tensor of each micro-batch along the dimension of the samples; `adds` says that they are gradients."""
     #     counts 2, 3      [2, 5], [3, 5]     samples in dimension 0
     #                      [7], [7]           the same for all samples, if equal; gradients of it add up
-    #                      [8, 5], [12, 5]    samples of four rows each, in an order that nobody knows
+    #                      [8, 5], [12, 5]    samples of four rows each, in an unknown order
     if any(x is None for x in xs):
         return None
     sizes = [[x.size(d) for x in xs] for d in range(xs[0].dim())]

@@ -80,6 +80,11 @@ def add_to_grad(parameter: Tensor, gradient: Tensor) -> None:
             old += gradient
 
 
+def clones(gradients: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return copies of gradients, of which None stands for zero."""
+    return tuple(None if g is None else g.clone() for g in gradients)
+
+
 @contextmanager
 def gradients_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let the body find no gradients, and put those from before it back.

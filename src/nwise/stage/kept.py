@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from nwise._torch import has_custom
-from nwise.stage.graph import leaves_first
+from nwise.stage.graph import clones, leaves_first
 
 __all__ = ["Kept", "Part", "keep"]
 
@@ -118,7 +118,7 @@ def keep(
     apart = has_custom(nodes)
 
     def arrive(node: Node, cotangents: Gradients) -> None:
-        gradients[node] = tuple(None if g is None else g.clone() for g in cotangents)
+        gradients[node] = clones(cotangents)
 
     # A prehook gets the cotangent that arrives at its node, already summed over all ways from the outputs.
     put: Callable[[Node, Gradients], None] = arrive if apart else gradients.__setitem__

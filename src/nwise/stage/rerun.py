@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 from nwise.randomness import kept, random_states, restore
+from nwise.tensors import replaced
 
 
 class FirstRun:
@@ -30,25 +31,15 @@ class FirstRun:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the body with what the run found; its graph keeps that, and the module has its present buffers again."""
-        places: list[tuple[dict[str, Tensor | None], str, Tensor]] = [
-            (store, name, buffer)
-            for store in self._stores
-            for name, buffer in store.items()
-            if buffer is not None and buffer in self._found
-        ]
         found = {buffer: value.clone() for buffer, value in self._found.items()}  # a later run needs the values too
         modes = {part: part.training for part in self._modes}
-        with kept(random_states()):
+        with kept(random_states()), replaced(self._stores, found):
             restore(self._random)
             try:
                 _set(self._modes)
-                for store, name, buffer in places:
-                    store[name] = found[buffer]
                 yield
             finally:
                 _set(modes)
-                for store, name, buffer in places:
-                    store[name] = buffer
 
 
 def _set(modes: Mapping[nn.Module, bool]) -> None:

@@ -66,6 +66,7 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
+        self._scripted = False  # whether a part of the module is TorchScript
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
         """Take over the modules and look up their trainable parameters, which the caller may change between two steps.
@@ -76,6 +77,7 @@ class Stage:
         self.head = head
         self.learns = _trainable(module)
         self.head_learns = _trainable(head)
+        self._scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         return [*module.modules(), *(() if head is None else head.modules())]
 
     def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> list[Tape]:
@@ -91,7 +93,7 @@ class Stage:
         """
         k, late = self.index, self.index in schedule.late_stages
         copies = late and schedule.ages.stashes
-        if (copies or self.recompute) and any(isinstance(m, torch.jit.ScriptModule) for m in self.module.modules()):
+        if (copies or self.recompute) and self._scripted:
             raise ValueError(
                 f"{self._name} should not be TorchScript when it runs with replaced parameters or buffers, as under a delay or "
                 "with `recompute`. Found a scripted module; pass the original module."

@@ -24,6 +24,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from nwise._torch import gradient_hooks, version
 from nwise.stage.graph import add_to_grad
+from nwise.tensors import replaced
 
 NO_HOOKS = (
     "should have no hooks on saved tensors under a delay, such as those of `torch.utils.checkpoint`, whose blocks run again "
@@ -78,15 +79,8 @@ class Copies(Weights):
         # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep
         # the copy of the first as its own.
         stores = [part._parameters for part in self._module.modules()]
-        places = [(store, key, p) for store in stores for key, p in store.items() if p is not None and p in self._used]
-        try:
-            for store, key, p in places:
-                store[key] = self._used[p]  # type: ignore[assignment]
-            with disable_saved_tensors_hooks(f"{self._name} {NO_HOOKS}"):
-                yield
-        finally:
-            for store, key, p in places:
-                store[key] = p
+        with replaced(stores, self._used), disable_saved_tensors_hooks(f"{self._name} {NO_HOOKS}"):
+            yield
 
     def hand_over(self) -> None:
         for p, copy in self._used.items():
