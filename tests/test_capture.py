@@ -37,7 +37,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layers(extra: Callable[[], nn.Module] = nn.Identity, stage: nn.Module | None = None) -> list[nn.Module]:
-    """Four stages; another one may stand in the place of stage 2."""
+    """Four stages, of which stage 2 may be replaced."""
     torch.manual_seed(0)
     made: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), extra()) for _ in range(4)]
     return made if stage is None else [*made[:2], type(stage)(4, 4), made[3]]

@@ -123,7 +123,7 @@ class Terms:
             return float(labels.numel() // labels.shape[1]) if labels.dim() > 1 else float(samples)
         kept = labels != options["ignore_index"]
         weight = options.get("weight")
-        if not isinstance(weight, Tensor):  # a loss of one's own may have something else of this name
+        if not isinstance(weight, Tensor):  # a custom loss may have something else of this name
             return kept.sum(dtype=torch.float64)
         count = torch.where(kept, weight[labels.where(kept, 0)], 0).sum(dtype=torch.float64)
         if self._all_count(weight):

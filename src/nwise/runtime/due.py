@@ -8,7 +8,7 @@ can: the passes need no further input. A delay of 2, saved after call 2; the dig
     passes             .    .    W0     W1 W2    .    .    W3
     left in .grad      .    .    g0              g1   g2   g3      the same with and without the checkpoint
 
-They belong to the weights of their forwards: whoever loads other weights drops them by `Pipeline.forget_pending`.
+They belong to the weights of their forwards, so code that loads other weights should call `Pipeline.forget_pending`.
 """
 
 from __future__ import annotations
