@@ -112,7 +112,7 @@ class Pipeline(Program):
     ) -> None:
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
-        super().__init__(losses, strategy, num_microbatches, schedule, seed)
+        super().__init__(losses, strategy, num_microbatches, schedule, recompute, seed)
         self._checks = arguments.checked_when(checks)  # "never" after the first step, "asked" in one that a check makes
         self._compression = parse_compression(compress)
         vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's

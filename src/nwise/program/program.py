@@ -44,7 +44,7 @@ class Program(nn.Module):
 
     Args:
         losses: the loss of each stage.
-        strategy, num_microbatches, schedule, seed: as `Pipeline` takes them.
+        strategy, num_microbatches, schedule, recompute, seed: as `Pipeline` takes them.
     """
 
     stages: nn.ModuleList
@@ -57,13 +57,14 @@ class Program(nn.Module):
         strategy: str | Strategy,
         num_microbatches: int,
         schedule: Order | None,
+        recompute: bool,
         seed: int | None,
     ) -> None:
         super().__init__()
         self.loss_fns: tuple[LossFn, ...]
         vars(self)["loss_fns"] = tuple(losses)  # `__setattr__` refuses it, as it does the caller's
         self._strategy, self._num_microbatches = parse(strategy), num_microbatches
-        self._order = None if schedule is None else check_order(schedule)
+        self._order, self._recompute = None if schedule is None else check_order(schedule), recompute
         self.seed, self.steps = torch.initial_seed() if seed is None else seed, 0
         self._last_ages: tuple[Sequence[int], int] = [0] * len(losses), num_microbatches
         self._prices: tuple[Any, ...] = ()  # costs by which orders are compared, and the memory of every rank
@@ -173,7 +174,8 @@ class Program(nn.Module):
             structure: what it is made for; the same object as at the step before if no module or parameter has changed.
 
         Raises:
-            ValueError: a head is missing, the order does not fit, or a parameter in two places would have gradients of two ages.
+            ValueError: a head is missing, the order does not fit, a parameter in two places would have gradients of two ages, or
+                a second forward would have later weights.
         """
         settings = self._strategy, self._num_microbatches, self._order, structure
         chosen = self._chosen
@@ -191,6 +193,12 @@ class Program(nn.Module):
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
+                )
+            if self._recompute and schedule.late_stages and not schedule.ages.stashes:
+                raise ValueError(
+                    f"Stage {min(schedule.late_stages)} should keep its activations under Hogwild with the weights in memory, "
+                    "because a second forward would have later weights. Found `recompute=True`; leave it out, or use "
+                    "`nwise.Hogwild(weights='forward')`."
                 )
             name = f"{self._strategy.name} with M = {self._num_microbatches}"
             self.processes.compare(name, (schedule.digest, flows, schedule.ages.stashes))

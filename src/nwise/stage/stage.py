@@ -89,7 +89,7 @@ class Stage:
             batch: the mini-batch.
 
         Raises:
-            ValueError: the stage cannot run again, or with other weights for passes that come after updates.
+            ValueError: the stage is TorchScript, which cannot run again or with other weights.
         """
         k, late = self.index, self.index in schedule.late_stages
         copies = late and schedule.ages.stashes
@@ -100,12 +100,6 @@ class Stage:
             )
         weights = Weights(self.learns)
         if late:
-            if self.recompute and not schedule.ages.stashes:
-                raise ValueError(
-                    f"{self._name} should keep its activations under Hogwild with the weights in memory, because a second "
-                    "forward would have later weights. Found `recompute=True`; leave it out, or use "
-                    "`nwise.Hogwild(weights='forward')`."
-                )
             weights = (Copies if copies else InMemory)(self.learns, self.module, self._name)
         passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
         return [Tape(f.stages[k], batch, m, passes[k, m], weights) for m, f in enumerate(flows)]
