@@ -205,6 +205,8 @@ def ranks() -> Iterator[tuple[str, Callable[[], dict[str, str]]]]:
         for strategy, m, variant in itertools.product(
             STRATEGIES, (1, 2), ("", "deferred", "recompute", "bf16 messages")
         ):
+            if variant == "recompute" and strategy.endswith("hogwild"):
+                continue  # refused, which ends a job of several processes; the part of one process has these rows
             name = f"{strategy}, two replicas, M = {m}, {variant or 'plain'}"
             yield name, lambda s=strategy, m=m, v=variant: train(make(s, 2, m, v), [8, 8, 9, 8, 8])  # type: ignore[misc]
 
