@@ -15,8 +15,11 @@ def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> li
     >>> differences({"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.ones(2), "b": torch.zeros(1)})
     ['b by 1e+02 %']
     """
+    apart = [name for name in {**first, **second} if not _equal(first.get(name), second.get(name))]
+    if not apart:
+        return []
     floor = 0.01 * max((_largest(x) for x in second.values()), default=0.0)
-    found = [(gap(first.get(name), second.get(name), floor), name) for name in {**first, **second}]
+    found = [(gap(first.get(name), second.get(name), floor), name) for name in apart]
     return [f"{name} by {100 * by:.2g} %" for by, name in sorted(found, reverse=True) if by]
 
 
@@ -26,6 +29,8 @@ def gap(a: Tensor | None, b: Tensor | None, floor: float = 0.0) -> float:
     >>> gap(torch.ones(2), torch.tensor([1.0, 0.5])), gap(torch.ones(2), torch.ones(2) + 1e-7)
     (0.5, 0.0)
     """
+    if _equal(a, b):
+        return 0.0
     if a is None or b is None:
         return float(any(x is not None and x.any() for x in (a, b)))
     if a.shape != b.shape:
@@ -38,10 +43,18 @@ def gap(a: Tensor | None, b: Tensor | None, floor: float = 0.0) -> float:
     return by if by > bound else 0.0
 
 
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether both are the same bits, which most are and which takes one look; tensors with nan are not."""
+    if a is None or b is None or a.layout != torch.strided or b.layout != torch.strided:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
 def _values(x: Tensor) -> Tensor:
-    """Return the values in float64."""
+    """Return the values in float32 or float64."""
     dense = x.detach().to_dense()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).double()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return real if real.dtype in (torch.float32, torch.float64) else real.double()
 
 
 def _largest(x: Tensor) -> float:
