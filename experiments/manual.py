@@ -35,7 +35,7 @@ from experiments.width import experiment as width
 from nwise.app.report.figures import flow_figure, method_colour, new_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.schedule import Costs
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 from nwise.strategies import EndToEnd, Local, NWise
 
 ROOT = Path(__file__).parents[1]
@@ -193,7 +193,7 @@ def schedules(path: Path) -> None:
     """Draw 2-wise above two exact pipelines; every action takes one unit of time."""
     options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 2, "costs": Costs(1, 1, 1, 1)}
     schedule_figure(
-        [Picture(name, timed_method(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path
+        [Picture(name, method_schedule(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path
     )
 
 

@@ -14,7 +14,7 @@ from nwise.app.report.figures import flow_figure
 from nwise.app.report.grid import Picture, schedule_figure
 from nwise.flow import find_flow
 from nwise.schedule import PAPER, paper_time
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 from nwise.strategies import EndToEnd, Local, NWise
 
 # Slots per batch without micro-batches, A = 4, as the paper's grid and its table have them.
@@ -55,8 +55,8 @@ def _flows() -> list[Claim]:
 
 
 def _picture(name: str, num_stages: int, m: int, batches: int) -> Picture:
-    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=PAPER)
-    return Picture(name if m == 1 else f"{name}, M = {m}", timed, batches)
+    schedule = method_schedule(name, num_stages=num_stages, num_microbatches=m, costs=PAPER)
+    return Picture(name if m == 1 else f"{name}, M = {m}", schedule, batches)
 
 
 def _grid() -> list[Claim]:
@@ -71,11 +71,11 @@ def _grid() -> list[Claim]:
 def _microbatch_grids() -> list[Claim]:
     claims = []
     for name, n in (("gpipe", 6), ("3-wise", 3)):
-        timed = timed_method(name, num_stages=6, num_microbatches=4, costs=PAPER)
+        schedule = method_schedule(name, num_stages=6, num_microbatches=4, costs=PAPER)
         wanted = paper_time(6, 4, n)
         text = f"{name}, M = 4, six stages: the formula's {wanted} slots"
         claims.append(
-            exact(text, "figure 9", timed.period, holds=timed.period == wanted, wanted=f"{wanted}", unit="slots")
+            exact(text, "figure 9", schedule.period, holds=schedule.period == wanted, wanted=f"{wanted}", unit="slots")
         )
     return claims
 

@@ -14,7 +14,7 @@ from nwise.app.report.figures import COLOURS, new_figure
 from nwise.app.report.grid import KIND_COLOURS
 from nwise.pipeline import Pipeline
 from nwise.schedule import PAPER, Action, Kind, simulate
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 from nwise.strategies import Hogwild
 
 STAGES, FOURTH = 3, 3  # the paper's accelerators, and the mini-batch of its caption, from 0
@@ -71,8 +71,8 @@ def draw(path: Path) -> None:
     """Draw the first slots, with the parameters that every action uses, and both ways of the fourth mini-batch."""
     from matplotlib.patches import Patch, Rectangle
 
-    timed = timed_method("hogwild", num_stages=STAGES, num_microbatches=1, costs=PAPER)
-    events = [e for e in simulate(timed.schedule, PAPER, cycles=_SLOTS).events if e.end > e.start and e.end <= _SLOTS]
+    schedule = method_schedule("hogwild", num_stages=STAGES, num_microbatches=1, costs=PAPER)
+    events = [e for e in simulate(schedule, cycles=_SLOTS).events if e.end > e.start and e.end <= _SLOTS]
     with new_figure(9.6, 3.6, path) as figure:
         axes = figure.subplots()
         updates = Counter[int]()

@@ -234,7 +234,7 @@ def test_messages_of_one_stage_may_differ_in_age(strategy: str) -> None:
     net = perceptron(4)
     schedule = best(strategy, num_stages=4, num_microbatches=2, costs=Costs(1, 0.5, 1, 1, latency=2, overhead=0.02))
     ages: dict[tuple[int, int | None, int], set[int]] = {}
-    for a in (a for a in schedule.schedule.graph.tasks if a.message is not None):
+    for a in (a for a in schedule.graph.tasks if a.message is not None):
         ages.setdefault((a.stage, a.message, a.minibatch), set()).add(a.age)
     assert any(len(one) > 1 for one in ages.values())
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, strategy, 2, schedule=schedule)

@@ -27,8 +27,7 @@ from nwise.app import cli
 from nwise.app.cli.dispatch import parse
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer, new_run
-from nwise.schedule.baselines import BASELINES
-from nwise.schedule.named import ORDERS
+from nwise.schedule.named import BASELINES, ORDERS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "experiments").rglob("README.md")])

@@ -32,7 +32,7 @@ def test_custom_schedule_is_run() -> None:
     pipe = pipeline(3, "2-wise", 2, schedule=found)
     pipe.on_action = ran.append
     pipe.step(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
-    for k, actions in enumerate(found.schedule.work):
+    for k, actions in enumerate(found.work):
         assert [a for a in ran if a.stage == k] == [a for a in actions if a.kind is not Kind.UPDATE]
 
 

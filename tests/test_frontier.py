@@ -30,8 +30,8 @@ from experiments.rates.experiment import SEARCHES
 from experiments.width import experiment as width
 from nwise.app.recipes import EmbeddedText, ImageSource, to_json
 from nwise.app.training import Trainer
+from nwise.planning.partitions import Piece
 from nwise.planning.profiling import Profile
-from nwise.schedule.partitions import Piece
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from nwise.app import cli
 from nwise.app.cli.costs import parse_costs
 from nwise.app.recipes import RECIPES, Recipe, from_json, recipe, to_json
-from nwise.schedule import Timed
-from nwise.schedule.baselines import timed_method
+from nwise.schedule import Schedule
+from nwise.schedule.find import method_schedule
 from nwise.schedule.validation import validate
 
 TIMES = int(os.environ.get("NWISE_FUZZ", "1"))
@@ -180,12 +180,12 @@ COSTS = st.one_of(
 def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, costs: str) -> None:
     text = method if isinstance(method, str) else "credit-" + ";".join(",".join(map(str, row)) for row in method)
     try:
-        timed = timed_method(text, num_stages=stages, num_microbatches=m, costs=parse_costs(costs))
+        schedule = method_schedule(text, num_stages=stages, num_microbatches=m, costs=parse_costs(costs))
     except (ValueError, TypeError) as error:
         a_sentence(error)
         return
-    assert isinstance(timed, Timed)
-    assert timed.period >= timed.lower_bound - 1e-9 * abs(timed.lower_bound)
+    assert isinstance(schedule, Schedule)
+    assert schedule.period >= schedule.lower_bound - 1e-9 * abs(schedule.lower_bound)
 
 
 @settings(max_examples=40 * TIMES)
@@ -194,7 +194,7 @@ def test_random_schedules_are_timed_or_raise(method: Any, stages: int, m: int, c
 )
 def test_mutated_action_lists_validate_or_raise(changes: list[tuple[int, int, int, str]]) -> None:
     """Swap, remove or duplicate tasks; the lists are valid or raise one sentence."""
-    schedule = timed_method("2-wise", num_stages=4, num_microbatches=2, costs=parse_costs("paper")).schedule
+    schedule = method_schedule("2-wise", num_stages=4, num_microbatches=2, costs=parse_costs("paper"))
     lists = [list(tasks) for tasks in schedule.lists[0]]
     for k, i, j, action in changes:
         tasks = lists[k]

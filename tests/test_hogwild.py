@@ -130,7 +130,7 @@ def test_a_schedule_chooses_the_ages_of_messages_only_with_the_weights_of_the_fo
     assert strategy_ages(nwise.Hogwild(), flows) == Ages((2, 1, 1, 0), ((), (0,), (0,), (0,)), stashes=False)
     late = strategy_ages(nwise.Hogwild(weights="forward"), flows)
     assert late == Ages((2, 1, 1, 0), ((), (2,), (1,), (0,)), stashes=True)
-    kept = best("2-wise-hogwild", num_stages=4, num_microbatches=1, costs=PAPER).schedule
+    kept = best("2-wise-hogwild", num_stages=4, num_microbatches=1, costs=PAPER)
     # Lists made for one form run under the other, with its weights.
     for schedule in (kept, replace(kept, graph=replace(kept.graph, ages=late))):
         for ages in (late, strategy_ages(nwise.Hogwild(), flows)):
@@ -139,7 +139,7 @@ def test_a_schedule_chooses_the_ages_of_messages_only_with_the_weights_of_the_fo
     options: Any = {"num_stages": 3, "num_microbatches": 2, "costs": Costs(1, 0.5, 1, 1, latency=1)}
     assert best("hogwild-forward-least", **options).order == "paced"
     ages = strategy_ages(nwise.Hogwild(ages="least"), flows_for(nwise.EndToEnd(), 3, 2))
-    assert ages.hold_in(best("hogwild-least", **options).schedule.graph.tasks)
+    assert ages.hold_in(best("hogwild-least", **options).graph.tasks)
 
 
 @pytest.mark.parametrize("strategy", ["end-to-end", "2-wise", "3-wise", "3-wise-mean", "deep-supervision", "blocks-2"])
@@ -147,7 +147,7 @@ def test_a_schedule_chooses_the_ages_of_messages_only_with_the_weights_of_the_fo
 def test_greedy_ages_let_no_stage_wait(strategy: str, num_stages: int) -> None:
     """The busiest stage works all the time, and with other costs a step takes no longer than with the least ages."""
     found = best(f"{strategy}-hogwild", num_stages=num_stages, num_microbatches=1, costs=PAPER)
-    flows = found.schedule.flows
+    flows = found.flows
     busiest = max(
         sum(1 + flow.stages[k].passes for batch in flows for flow in batch) / len(flows) for k in range(num_stages)
     )

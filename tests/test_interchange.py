@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torchs
 import nwise
 from nwise.app import cli
 from nwise.app.report.interchange import read_csv, write_csv
-from nwise.schedule import Costs, baseline, best, simulate, timed, validate
+from nwise.schedule import Costs, baseline, best, simulate, validate
 
 COSTS = Costs(1, 0, 1, 1)
 
@@ -67,7 +67,7 @@ def test_gpipe_and_1f1b_are_those_of_torch(kind: str, name: str) -> None:
         theirs = read_csv(text, kind)
         ours = baseline(name, num_stages=num_ranks, num_microbatches=microbatches, costs=COSTS)
         # GPipe: (M + A - 1) forwards and as many backward passes; 1F1B is as long with fewer in flight.
-        assert timed(theirs, COSTS).period == ours.period == 3 * (microbatches + num_ranks - 1)
+        assert theirs.with_costs(COSTS).period == ours.period == 3 * (microbatches + num_ranks - 1)
         assert max(theirs.in_flight) == max(ours.in_flight) == (microbatches if name == "gpipe" else num_ranks)
 
 
@@ -87,9 +87,9 @@ def test_schedules_of_torch_are_read_timed_and_improved(kind: str, tmp_path: Pat
         schedule = read_csv(written(kind, num_ranks, microbatches, tmp_path / "s.csv"), kind)
         assert (schedule.num_stages, schedule.num_ranks) == (2 * num_ranks, num_ranks)
         validate(schedule)
-        found = timed(schedule, COSTS)
+        found = schedule.with_costs(COSTS)
         assert found.lower_bound <= found.period
-        assert simulate(schedule, COSTS, cycles=8).period == pytest.approx(found.period, rel=0.01)
+        assert simulate(schedule.with_costs(COSTS), cycles=8).period == pytest.approx(found.period, rel=0.01)
         assert read_csv(write_csv(schedule), kind) == schedule
         ours = best(
             "end-to-end", num_stages=2 * num_ranks, num_microbatches=microbatches, costs=COSTS,
@@ -112,7 +112,7 @@ def test_interleaved_1f1b_is_that_of_torch(tmp_path: Path) -> None:
             num_microbatches=microbatches,
             costs=COSTS,
         )
-        assert ours.schedule.work == theirs.work
+        assert ours.work == theirs.work
 
 
 def test_both_formats_of_torch_are_one_schedule(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_both_formats_of_torch_are_one_schedule(tmp_path: Path) -> None:
 def test_torch_reads_what_nwise_writes(tmp_path: Path) -> None:
     path = tmp_path / "s.csv"
     found = baseline("zb-v", num_stages=4, num_ranks=2, num_microbatches=6, costs=COSTS)
-    path.write_text(write_csv(found.schedule))
+    path.write_text(write_csv(found))
     stages = [FakeStage(index, 4, 2) for index in (0, 3)]
     schedule: Any = torchs.ScheduleZBVZeroBubble(stages, 6, loss_fn=lambda y, t: 0)  # type: ignore[arg-type]
     schedule._load_csv(str(path), format="compute_only")
@@ -167,7 +167,7 @@ def test_broken_csv_is_refused(text: str, message: str) -> None:
 def test_other_strategies_are_not_written() -> None:
     for name in ("2-wise", "end-to-end-delay-1"):
         with pytest.raises(ValueError, match="should be end-to-end and without delay to be written as CSV"):
-            write_csv(best(name, num_stages=3, num_microbatches=3, costs=COSTS).schedule)
+            write_csv(best(name, num_stages=3, num_microbatches=3, costs=COSTS))
 
 
 def test_csv_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

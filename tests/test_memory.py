@@ -14,13 +14,13 @@ from nwise.app.recipes import Adam, Recipe
 from nwise.app.recipes.config import ConvNet, Mlp
 from nwise.app.training.build import make_pipeline, measurable
 from nwise.planning.allocation import allocated
+from nwise.planning.partitions import stage_costs
 from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
 from nwise.schedule.ages import strategy_ages
-from nwise.schedule.baselines import method_flows
+from nwise.schedule.find import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
-from nwise.schedule.partitions import stage_costs
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import strategy as parse
 
@@ -75,7 +75,7 @@ def test_on_meta_the_results_of_operators_are_counted() -> None:
 def test_peak_by_hand(sizes: Costs, recompute: bool, peak: float) -> None:
     flows = method_flows("end-to-end", 2, 1)
     schedule = choose("depth-first", flows, (0, 0))
-    assert peak_bytes(schedule, sizes, recompute=recompute) == (peak,)
+    assert peak_bytes(schedule.with_costs(sizes), recompute=recompute) == (peak,)
 
 
 @pytest.mark.parametrize(("credit", "peak"), [("1,0;1,1", 35), ("-1,0;1,1", 35), ("0,0;1,1", 20), ("0,0;2,1", 25)])
@@ -87,7 +87,7 @@ def test_a_weighted_cotangent_is_a_tensor_of_its_own(credit: str, peak: float) -
     """
     costs = Costs(1, 0.5, 1, 1, message_bytes=10, activation_bytes=0, output_bytes=10, weight_grad_peak_bytes=5)
     schedule = choose("depth-first", method_flows(f"credit-{credit}", 2, 1), (0, 1))
-    assert peak_bytes(schedule, costs)[0] == peak
+    assert peak_bytes(schedule.with_costs(costs))[0] == peak
 
 
 @pytest.mark.parametrize(("strategy", "versions"), [("hogwild", 0), ("hogwild-forward", 5 + 3), ("end-to-end", 0)])
@@ -96,8 +96,8 @@ def test_late_passes_with_the_weights_of_their_forward_need_older_weights(strate
     flows = method_flows(strategy, 3, 1)
     rule, costs = parse(strategy), replace(SIZES, weight_bytes=7)
     schedule = choose("depth-first", flows, (0, 0, 0), strategy_ages(rule, flows))
-    assert fixed_bytes(schedule, costs) == (3 * 3 + 7 * versions,)
-    assert peak_bytes(schedule, costs)[0] == peak_bytes(schedule, SIZES)[0] + 7 * versions
+    assert fixed_bytes(schedule.with_costs(costs)) == (3 * 3 + 7 * versions,)
+    assert peak_bytes(schedule.with_costs(costs))[0] == peak_bytes(schedule.with_costs(SIZES))[0] + 7 * versions
 
 
 CONVNET = Recipe(model=ConvNet(num_stages=4), optimizer=Adam(), batch_size=32, device="cpu")
@@ -144,7 +144,9 @@ def test_predicted_peak_is_that_of_a_step(
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
 
     schedule, costs = planned(profiles[network], strategy, m, "depth-first")
-    predicted = peak_bytes(schedule, costs, recompute=recompute)[0] - fixed_bytes(schedule, costs)[0]
+    predicted = (
+        peak_bytes(schedule.with_costs(costs), recompute=recompute)[0] - fixed_bytes(schedule.with_costs(costs))[0]
+    )
 
     assert predicted == pytest.approx(measured, rel=0.1)
 
@@ -187,7 +189,7 @@ def test_predicted_peak_under_a_delay(network: str, strategy: str, profiles: dic
                 pipe.step(x, target=y)
                 pipe.zero_grad()
 
-        predicted = peak_bytes(schedule, costs)[0] - sum(costs.per_stage("fixed_bytes", len(sizes.starts)))
+        predicted = peak_bytes(schedule.with_costs(costs))[0] - sum(costs.per_stage("fixed_bytes", len(sizes.starts)))
         return predicted, allocated(steps, CPU).peak - (1 + schedule.oldest) * x.nbytes
 
     predicted, measured = compare("depth-first")
@@ -214,9 +216,9 @@ def test_predicted_peak_of_stages_of_many_pieces(num_stages: int, m: int) -> Non
         report=None,
     )
     pipe = nwise.Pipeline(nwise.split(model, at=made.at), strategy="end-to-end", num_microbatches=m)
-    pipe.schedule = made.timed.schedule
+    pipe.schedule = made.schedule
     pipe.step(x, target=y)  # which is compared with plain autograd
     pipe.zero_grad()
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
-    schedule, costs = made.timed.schedule, made.timed.costs
-    assert made.timed.peak_bytes[0] - fixed_bytes(schedule, costs)[0] == pytest.approx(measured, rel=0.1)
+    schedule, costs = made.schedule, made.schedule.costs
+    assert made.schedule.peak_bytes[0] - fixed_bytes(schedule.with_costs(costs))[0] == pytest.approx(measured, rel=0.1)

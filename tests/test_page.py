@@ -207,15 +207,15 @@ def test_explorer_in_a_browser(pages: Path, opened: Callable[[Path], Any]) -> No
             choose("method", method)
             costs = Costs(**{**vars_of(transformer.split_in(m)), "latency": latency})
             if method in ("gpipe", "zero-bubble"):
-                timed = baseline(method, num_stages=stages, num_microbatches=m, costs=costs)
+                schedule = baseline(method, num_stages=stages, num_microbatches=m, costs=costs)
             else:
-                timed = best(method, num_stages=stages, num_microbatches=m, costs=costs)
+                schedule = best(method, num_stages=stages, num_microbatches=m, costs=costs)
             found = shown()
-            assert float(found["period"]) == pytest.approx(timed.period, rel=1e-3)
-            assert float(re.split(r"[ :]", found["bound"])[0]) == pytest.approx(timed.lower_bound, rel=1e-3)
-            assert found["held"].startswith(", ".join(map(str, timed.in_flight)))
-            drawn = Picture("", timed, 2)
-            busy = [time / timed.period for time in timed.busy]
+            assert float(found["period"]) == pytest.approx(schedule.period, rel=1e-3)
+            assert float(re.split(r"[ :]", found["bound"])[0]) == pytest.approx(schedule.lower_bound, rel=1e-3)
+            assert found["held"].startswith(", ".join(map(str, schedule.in_flight)))
+            drawn = Picture("", schedule, 2)
+            busy = [time / schedule.period for time in schedule.busy]
             assert found["busy"] == ", ".join(str(round(100 * share)) for share in busy) + " %"
             bars = driver.execute_script(
                 "return document.getElementById('grid').data.reduce((n, t) => n + t.y.length, 0)"

@@ -35,7 +35,7 @@ def test_best_schedule_meets_paper_formula(num_stages: int, counts: tuple[int, .
             found = best(nwise.NWise(n), num_stages=num_stages, num_microbatches=m, costs=PAPER)
             assert found.period == found.lower_bound == paper_time(num_stages, m, n)
             # From an empty pipeline the period is reached once the first mini-batch has gone through.
-            assert simulate(found.schedule, PAPER, cycles=4).period == found.period
+            assert simulate(found, cycles=4).period == found.period
 
 
 def test_paper_time_by_hand() -> None:

@@ -115,11 +115,11 @@ def test_schedule_page_is_complete_and_needs_no_network(capsys: pytest.CaptureFi
 def test_schedule_page_without_plotly_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def timed(*args: object, **kwargs: object) -> None:
-        raise AssertionError("schedules were timed before the check")
+    def searched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("schedules were searched before the check")
 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.setattr("nwise.app.cli.drawing.timed_method", timed)
+    monkeypatch.setattr("nwise.app.cli.drawing.method_schedule", searched)
     assert cli.run(["schedule", "--out", "s.html"]) == 2
     assert "Install it with `pip install 'nwise[app]'`" in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_chrome_trace_matches_timeline_and_messages() -> None:
             assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(sorted(times)))
         starts = {e["id"]: e for e in events if e["ph"] == "s"}
         ends = {e["id"]: e for e in events if e["ph"] == "f"}
-        schedule = drawn.timed.schedule
+        schedule = drawn.schedule
         sends = sum(a.kind.name.startswith("SEND") for actions in schedule.actions for a in actions)
         assert starts.keys() == ends.keys()
         assert len(starts) == line.cycles * sends == len(line.messages)

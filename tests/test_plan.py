@@ -20,15 +20,16 @@ from nwise.app import cli
 from nwise.app.cli.costs import parse_costs
 from nwise.app.recipes import Adam, Mlp, Recipe
 from nwise.app.training.build import measurable
-from nwise.flow import Flow, StageFlow, find_flow
+from nwise.flow import Flow, StageFlow, find_flow, flows_for
+from nwise.planning.assign import assign, balanced
+from nwise.planning.partitions import Piece, check_enough, stage_costs, work
 from nwise.planning.plans import Plans
 from nwise.planning.profiling import profile
 from nwise.schedule import Costs, baseline, best
-from nwise.schedule.assign import assign, balanced
-from nwise.schedule.baselines import BASELINES
+from nwise.schedule.bounds import stage_work
 from nwise.schedule.costs import TRANSFORMER
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import Piece, check_enough, stage_costs, work
+from nwise.schedule.named import BASELINES
 from nwise.schedule.placement import make_placement
 
 POWERS = (1, 2, 4, 8, 16, 32)
@@ -108,7 +109,7 @@ def test_plan_skips_options_beyond_memory() -> None:
     costs = Costs(1, 0.5, 1, 1, overhead=0.02, message_bytes=0, activation_bytes=80, fixed_bytes=10)
     few = (1, 16)  # more take seconds
     found = transformer(8, "2-wise", costs=costs, memory=50, microbatches=few)
-    assert all(max(plan.timed.peak_bytes) <= 50 for plan in found.plans)
+    assert all(max(plan.schedule.peak_bytes) <= 50 for plan in found.plans)
     assert found.skipped == {"gpipe": 90, "one device alone": 8 * (10 + 80 / 16)}
     with pytest.raises(DoesNotFit, match=r"`memory` should be at least 15 bytes a rank for .*. Found 11"):
         transformer(8, "2-wise", costs=costs, memory=11, microbatches=few)
@@ -187,8 +188,8 @@ def test_partition_is_optimal(seed: int, strategy: str) -> None:
     assert largest(found) == pytest.approx(min(map(largest, cuts)))
     # What the partition balances is what the schedule's stages then take.
     costs = stage_costs(pieces, found, flows)
-    timed = best(strategy, num_stages=num_stages, num_microbatches=1, costs=costs)
-    assert timed.period >= largest(found) - 1e-9
+    schedule = best(strategy, num_stages=num_stages, num_microbatches=1, costs=costs)
+    assert schedule.period >= largest(found) - 1e-9
     assert (
         best(strategy, num_stages=num_stages, num_microbatches=32, costs=costs).lower_bound
         >= 32 * largest(found) - 1e-6
@@ -223,12 +224,12 @@ def test_balanced_placement_of_unequal_stages_is_faster() -> None:
     times = (1, 1, 1, 3)
     costs = Costs(times, 0.5, times, times)
     options: dict[str, Any] = {"num_stages": 4, "num_ranks": 2, "num_microbatches": 4, "costs": costs}
-    equal, found = best("2-wise", **options), best("2-wise", placement="balanced", **options)
-    assert found.schedule.placement == (0, 0, 0, 1)
+    placement = balanced(stage_work(flows_for(nwise.NWise(2), 4, 4), costs), 2)
+    assert placement == (0, 0, 0, 1)
+    equal, found = best("2-wise", **options), best("2-wise", placement=placement, **options)
     assert found.period < equal.period
-    assert baseline("gpipe", placement="balanced", **options).schedule.placement == (0, 0, 0, 1)
     with pytest.raises(ValueError, match="number of ranks should be from 1 to the 4 stages. Found 5"):
-        best("2-wise", placement="balanced", **{**options, "num_ranks": 5})
+        best("2-wise", **{**options, "num_ranks": 5})
 
 
 def test_plan_identifies_strategies_by_their_credit() -> None:

@@ -154,12 +154,12 @@ def test_compare_figure_draws_every_curve(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rotating-2", "2-wise-delay-1", "end-to-end-delay-2"])
 def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
     """Regression: for rotating and delayed strategies the chart took passes through the lists for mini-batches."""
-    timed = best(nwise.strategy(name), num_stages=3, num_microbatches=1, costs=Costs(1, 0, 1, 1))
-    picture = Picture("", timed, 2)
+    schedule = best(nwise.strategy(name), num_stages=3, num_microbatches=1, costs=Costs(1, 0, 1, 1))
+    picture = Picture("", schedule, 2)
     bars = gantt(picture.timeline.events, "", 2)["bars"]
     assert sorted(batch for kind, _, _, _, batch, *_ in bars if kind == "F") == [0, 0, 0, 1, 1, 1]
-    turns = len(timed.schedule.flows)
-    passes = [sum(timed.schedule.passes[batch % turns].values()) for batch in range(2)]
+    turns = len(schedule.flows)
+    passes = [sum(schedule.passes[batch % turns].values()) for batch in range(2)]
     later = [batch for kind, _, _, _, batch, *_ in bars if kind != "F"]
     assert [later.count(0), later.count(1)] == passes
 
@@ -167,8 +167,8 @@ def test_timeline_has_every_action_of_its_mini_batches(name: str) -> None:
 def test_measured_run_is_compared_with_its_prediction() -> None:
     """The measured times are simulated, plus one delay that the prediction does not know."""
     costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=2.0, chain_share=0.0)
-    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs).schedule
-    line = simulate(schedule, costs, cycles=6)
+    schedule = best("2-wise", num_stages=3, num_microbatches=1, costs=costs)
+    line = simulate(schedule.with_costs(costs), cycles=6)
     stages: list[list[tuple[int, Action, float, float]]] = [[] for _ in range(3)]
     for e in line.events:
         late = 1e-3 if e.action.kind is Kind.WEIGHT_GRAD and e.action.stage == 1 else 0.0
@@ -185,9 +185,9 @@ def test_measured_run_is_compared_with_its_prediction() -> None:
 
 def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
     """They were called stage 0, 1 and so on in the page and the table of a report."""
-    schedule = best("2-wise", num_stages=4, num_microbatches=1, costs=PAPER, placement=[0, 0, 0, 1]).schedule
+    schedule = best("2-wise", num_stages=4, num_microbatches=1, costs=PAPER, placement=[0, 0, 0, 1])
     ranks: list[list[tuple[int, Action, float, float]]] = [[], []]
-    for e in simulate(schedule, PAPER, cycles=6).events:
+    for e in simulate(schedule.with_costs(PAPER), cycles=6).events:
         ranks[schedule.placement[e.action.stage]].append((e.cycle, e.action, e.start, e.end))
     found = Comparison(schedule, ranks, [{"measured": [8, 8], "predicted": [8, 8]}] * 2)
     chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})

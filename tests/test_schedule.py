@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 import nwise
 from nwise.app.report.grid import KIND_COLOURS
 from nwise.flow import find_flow, flows_for
+from nwise.planning.partitions import Piece, stage_costs
 from nwise.schedule import (
     PAPER,
     Costs,
     Kind,
     Schedule,
-    Timed,
     baseline,
     best,
     simulate,
-    timed,
     validate,
 )
 from nwise.schedule.actions import SENDS
@@ -39,7 +38,6 @@ from nwise.schedule.clock import Clock, make_clock
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedule
 from nwise.schedule.orders import depth_first, make_schedule, paced, phase, skewed
-from nwise.schedule.partitions import Piece, stage_costs
 from nwise.schedule.period import period
 from nwise.schedule.sweep import merge
 from timelines import in_flight, waiting
@@ -47,7 +45,7 @@ from timelines import in_flight, waiting
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
 
 
-def of(strategy: str | nwise.Strategy, a: int, m: int, costs: Costs = REAL) -> Timed:
+def of(strategy: str | nwise.Strategy, a: int, m: int, costs: Costs = REAL) -> Schedule:
     return best(strategy, num_stages=a, num_microbatches=m, costs=costs)
 
 
@@ -77,10 +75,10 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
     costs = Costs(forward=forward, head=0.3, input_grad=1.2, weight_grad=0.7, chain_share=share, overhead=overhead,
                   update=update, bandwidth=bandwidth, message_bytes=sizes, latency=latency)  # fmt: skip
     found = of(nwise.Credit(matrix), a, m, costs)
-    buffers = validate(found.schedule)
+    buffers = validate(found)
     assert found.period >= found.lower_bound * (1 - 1e-9)
     for rule in (partial(phase, fuse=True), partial(skewed, fuse=False, stride=2)):
-        other = timed(make_schedule("?", found.schedule.flows, rule), costs)
+        other = make_schedule("?", found.flows, rule).with_costs(costs)
         assert other.period >= max(found.lower_bound, found.period) * (1 - 1e-9)
     flow = find_flow(torch.from_numpy(matrix))
     assert [buffer.gradients for buffer in buffers] == [m * count for count in flow.messages]
@@ -92,7 +90,7 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
         work = m * expected + update
         assert found.busy[k] >= work - 1e-9 if overhead else found.busy[k] == pytest.approx(work)
         assert sum(x.kind is Kind.SEND_GRADIENT for x in found.actions[k]) == m * r
-    line = simulate(found.schedule, costs, cycles=61)
+    line = simulate(found, cycles=61)
     assert in_flight(line) == found.in_flight
     assert all(waiting(line, k, k + 1) <= buffers[k].activations for k in range(a - 1))
     assert all(waiting(line, k + 1, k) <= buffers[k].gradients for k in range(a - 1))
@@ -162,11 +160,12 @@ def test_period_matches_eigenvalue_and_long_simulation(seed: int) -> None:
     rule: Any = numbers.choice([partial(phase, fuse=True), partial(skewed, fuse=False, stride=2), depth_first])
     schedule = make_schedule("?", flows, rule, placement, ages)
     validate(schedule)
-    net = make_clock(schedule, costs)
-    found, result = period(net), timed(schedule, costs)
+    result = schedule.with_costs(costs)
+    net = make_clock(result)
+    found = period(net)
     assert found == pytest.approx(cycle_ratio(net), rel=1e-6)
     assert result.lower_bound * len(flows) <= found * (1 + 1e-9)
-    line = simulate(schedule, costs, cycles=121)
+    line = simulate(result, cycles=121)
     ends = [max(run.end) for run in line.runs]
     assert (ends[120] - ends[60]) / 60 == pytest.approx(found, rel=0.02)
     assert in_flight(line) == result.in_flight
@@ -183,7 +182,7 @@ def test_paced_schedules_are_valid_and_no_shorter_than_the_bound() -> None:
         made = paced(flows, placement, message_ages(flows, ages.weights), costs)
         for schedule in made(pace, numbers.choice([1, len(flows[0])])):
             validate(schedule)
-            assert timed(schedule, costs).period * len(flows) >= bound * (1 - 1e-9)
+            assert schedule.with_costs(costs).period * len(flows) >= bound * (1 - 1e-9)
             count += 1
     assert count > 100
 
@@ -233,11 +232,11 @@ def test_best_order_of_two_stages_is_optimal() -> None:
         shortest = float("inf")
         for words in itertools.product(*(interleavings(k, kind) for k, kind in enumerate(kinds))):
             try:
-                other = timed(make_schedule("any", ((flow, flow),), lambda *_: list(words)), costs)  # noqa: B023
+                other = make_schedule("any", ((flow, flow),), lambda *_: list(words)).with_costs(costs).period  # noqa: B023
             except ValueError as error:
                 assert "deadlock" in str(error)  # noqa: PT017 - some of them are
                 continue
-            shortest = min(shortest, other.period)
+            shortest = min(shortest, other)
         found = of("end-to-end", 2, 2, costs)
         assert found.lower_bound <= shortest + 1e-9
         assert found.period == pytest.approx(shortest)
@@ -281,7 +280,6 @@ def test_n_wise_and_end_to_end_schedules_are_optimal(depths: Sequence[int], size
                 if a >= 2 * n - 1:
                     assert found.order == "skewed"
                     assert max(found.in_flight) == min(m, n)
-                    assert found.schedule.first_in_first_out
 
 
 def test_wide_window_schedules_are_near_the_bound() -> None:
@@ -329,7 +327,7 @@ TABLE = {  # A = 8, h = 0.5, M = 1, 2, 4, 8, 16, 32; every other order is worse 
 IN_FLIGHT = {"gpipe": (16,) * 8, "1f1b": tuple(range(8, 0, -1)), "zb-h1": (8,) * 8, "zero-bubble": (15, *(8,) * 7)}
 
 
-def made(name: str, a: int, m: int, costs: Costs = REAL) -> Timed:
+def made(name: str, a: int, m: int, costs: Costs = REAL) -> Schedule:
     """The schedule of a strategy or of a baseline."""
     if name in ("gpipe", "1f1b", "zb-h1", "zero-bubble"):
         return baseline(name, num_stages=a, num_microbatches=m, costs=costs)
@@ -341,10 +339,10 @@ def test_periods_match_hand_worked_table(name: str) -> None:
     for m, expected in zip((1, 2, 4, 8, 16, 32), TABLE[name], strict=True):
         found = made(name, 8, m)
         if name in IN_FLIGHT:
-            assert set(found.schedule.flows[0]) == {find_flow(nwise.EndToEnd().credit(8))}
+            assert set(found.flows[0]) == {find_flow(nwise.EndToEnd().credit(8))}
             assert m != 16 or found.in_flight[0] == max(found.in_flight) == IN_FLIGHT[name][0]
             assert m != 16 or name == "zero-bubble" or found.in_flight == IN_FLIGHT[name]
-        validate(found.schedule)
+        validate(found)
         assert found.period == expected
 
 
@@ -378,7 +376,7 @@ def test_list_scheduling_knows_when_messages_arrive() -> None:
     for known in (late, REAL):
         rule = partial(depth_first, fuse=False)
         schedule = make_schedule("nearest", flows, rule, costs=known, cap=3)
-        periods.append(timed(schedule, late).period)
+        periods.append(schedule.with_costs(late).period)
     assert periods == [17.5, 20.5]
 
 
@@ -389,7 +387,7 @@ def test_delay_leaves_no_bubble(delay: int, num_stages: int) -> None:
     It keeps the activations of its mini-batches and one micro-batch: the search once took d + 1 whole mini-batches.
     """
     found = of(f"end-to-end-delay-{delay}", num_stages, num_stages)
-    validate(found.schedule)
+    validate(found)
     assert found.period == found.lower_bound == num_stages * 3.5
     assert max(found.in_flight) == delay * num_stages + 1
 
@@ -400,7 +398,7 @@ def test_hogwild_never_waits_without_micro_batches(num_stages: int) -> None:
     for name, steps in (("hogwild", 2), ("hogwild-least", 1), ("hogwild-forward-least", 1)):
         found = of(name, num_stages, 1, PAPER)
         assert found.period == 2
-        assert found.schedule.ages.weights == tuple(steps * k for k in reversed(range(num_stages)))
+        assert found.ages.weights == tuple(steps * k for k in reversed(range(num_stages)))
 
 
 # Lists ---------------------------------------------------------------------------------------------
@@ -417,7 +415,7 @@ def test_action_lists_by_hand() -> None:
     assert lists[1] == middle
     assert lists[2] == "".join("2" if c == "1" and middle[i - 1].isalpha() else c for i, c in enumerate(middle))
     end = best("end-to-end", num_stages=4, num_microbatches=1, costs=PAPER)
-    assert [x.kind for x in end.schedule.work[1]] == [Kind.FORWARD, Kind.BOTH, Kind.UPDATE]
+    assert [x.kind for x in end.work[1]] == [Kind.FORWARD, Kind.BOTH, Kind.UPDATE]
     assert lists[3] == ("RX3(0) F3(0) H3(0) I3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) I3(1.0) SG3(1.0) W3(0) W3(1) U3")
 
 
@@ -476,25 +474,21 @@ def test_more_memory_is_never_worse() -> None:
     assert periods == sorted(periods, reverse=True)
 
 
-def test_jitter_is_drawn_from_a_seed_and_keeps_stages_back() -> None:
+def test_stages_without_gradients_from_above_are_held_back() -> None:
     """A stage began its next forward before the stage above had taken the activation."""
     costs = Costs([1, 3, 1], 0, 1, 1, latency=0.1, bandwidth=10.0, message_bytes=1)
     found = of("local", 3, 2, costs)
-    lines = [simulate(found.schedule, costs, jitter=0.5, seed=seed, cycles=30) for seed in (0, 0, *range(1, 10))]
-    assert lines[0].period == lines[1].period != lines[2].period
-    for line in lines:
-        assert line.period > found.period
-        assert max(line.utilisation) <= 1 + 1e-12
-        assert 0 <= line.bubble == pytest.approx(1 - sum(line.utilisation) / 3)
-        assert all(m.arrives - m.sent >= 0.1 + 0.1 - 1e-12 for m in line.messages)  # links do not jitter
-        forwards = [event for event in line.events if event.action.kind is Kind.FORWARD]
-        starts = {(e.batch, e.action.stage, e.action.microbatch): e.start for e in forwards}
-        pairs = [(start, starts[b - 1, k + 1, m]) for (b, k, m), start in starts.items() if b and k < 2]
-        assert len(pairs) > 100
-        assert all(start >= taken - 1e-9 for start, taken in pairs)
-    exact = simulate(found.schedule, costs, cycles=20)
-    assert exact.period == pytest.approx(found.period)
-    assert exact.utilisation[1] == pytest.approx(1)
+    line = simulate(found, cycles=30)
+    assert max(line.utilisation) <= 1 + 1e-12
+    assert 0 <= line.bubble == pytest.approx(1 - sum(line.utilisation) / 3)
+    assert all(m.arrives - m.sent >= 0.1 + 0.1 - 1e-12 for m in line.messages)
+    forwards = [event for event in line.events if event.action.kind is Kind.FORWARD]
+    starts = {(e.batch, e.action.stage, e.action.microbatch): e.start for e in forwards}
+    pairs = [(start, starts[b - 1, k + 1, m]) for (b, k, m), start in starts.items() if b and k < 2]
+    assert len(pairs) > 100
+    assert all(start >= taken - 1e-9 for start, taken in pairs)
+    assert line.period == pytest.approx(found.period)
+    assert line.utilisation[1] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -536,11 +530,10 @@ def test_bad_costs(arguments: dict[str, object], message: str) -> None:
 
 def test_bad_simulations_and_baselines() -> None:
     found = of("local", 2, 1)
-    for options, message in (({"cycles": 0}, "`cycles`.*Found 0"), ({"jitter": -1}, "`jitter`.*Found -1")):
-        with pytest.raises(ValueError, match=message):
-            simulate(found.schedule, REAL, **options)
-    with pytest.raises(TypeError, match=r"`schedule` should be a Schedule, such as .*Found Timed"):
-        simulate(found, REAL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`cycles`.*Found 0"):
+        simulate(found, cycles=0)
+    with pytest.raises(TypeError, match=r"`schedule` should be a Schedule, such as .*Found str"):
+        simulate("1f1b")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="A baseline should be one of gpipe.*Found 'gpip'.*gpipe"):
         baseline("gpip", num_stages=2, num_microbatches=1, costs=REAL)
 
@@ -559,15 +552,15 @@ def test_costs_of_a_mini_batch_are_split() -> None:
 
 
 def test_schedules_compare_and_hash_by_value() -> None:
-    again: Schedule = of("2-wise", 3, 2).schedule
-    assert again == of("2-wise", 3, 2).schedule
-    assert hash(again) == hash(of("2-wise", 3, 2).schedule)
+    again: Schedule = of("2-wise", 3, 2)
+    assert again == of("2-wise", 3, 2)
+    assert hash(again) == hash(of("2-wise", 3, 2))
 
 
 def test_first_calls_do_not_wait_for_missing_mini_batches() -> None:
     """Regression: pictures showed stage 0 waiting for a gradient of the mini-batch before the first one."""
     costs = Costs(1, 0, 1, 1, latency=4)
-    line = simulate(best("end-to-end-delay-1", num_stages=2, num_microbatches=1, costs=costs).schedule, costs)
+    line = simulate(best("end-to-end-delay-1", num_stages=2, num_microbatches=1, costs=costs))
     starts = [e.start for e in line.events if e.action.kind is Kind.FORWARD and e.action.stage == 0]
     assert starts[:2] == [0, 1]
 
@@ -598,7 +591,7 @@ def test_every_cost_counts(name: str) -> None:
     def found(costs: Costs) -> list[object]:
         made = [choose(order, flows, ages=message_ages(flows, (1, 1, 1)), costs=REAL) for order in ("phase", "1f1b")]
         split = make_schedule("?", flows, partial(depth_first, fuse=False))
-        return [(timed(one, costs).period, peak_bytes(one, costs)) for one in (*made, split)]
+        return [(one.with_costs(costs).period, peak_bytes(one.with_costs(costs))) for one in (*made, split)]
 
     most = {"chain_share": 1.0, "bandwidth": 0.01}.get(name, 1e6)
     assert found(replace(costs, **{name: most})) != found(costs)
@@ -623,7 +616,7 @@ def test_order_by_rank_keeps_its_lists_whatever_the_numbers(monkeypatch: pytest.
 
 
 def test_schedule_is_chosen_by_name() -> None:
-    flows = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1)).schedule.flows
+    flows = best("2-wise", num_stages=3, num_microbatches=2, costs=Costs(1, 0, 1, 1)).flows
     for order in ORDERS:
         assert choose(order, flows).flows == flows
     with pytest.raises(ValueError, match=r"`schedule` should be one of best, .*Found 'gpip'"):

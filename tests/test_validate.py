@@ -12,7 +12,7 @@ from torch import nn
 
 import nwise
 from nwise.flow import flows_for
-from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, arrange, best, simulate, timed, validate
+from nwise.schedule import Action, Buffer, Costs, Kind, Schedule, arrange, best, simulate, validate
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import ORDERS, one_process
 from nwise.schedule.orders import Actions, depth_first, make_schedule, phase, skewed
@@ -24,7 +24,7 @@ COSTS = Costs(1, 0.5, 1, 1, activation_bytes=10, fixed_bytes=3)
 
 
 def schedule(name: str = "2-wise", a: int = 4, m: int = 2) -> Schedule:
-    return best(name, num_stages=a, num_microbatches=m, costs=COSTS).schedule
+    return best(name, num_stages=a, num_microbatches=m, costs=COSTS)
 
 
 def without(actions: Actions, kind: Kind) -> Actions:
@@ -57,7 +57,7 @@ BROKEN: list[tuple[str, int, Callable[[Actions], Actions], str]] = [
 def test_validate_rejects_broken_lists(stage: int, change: Callable[[Actions], Actions], message: str) -> None:
     good = schedule()
     lists = list(good.work)
-    assert arrange(good.order, good.flows, lists) == good
+    assert arrange(good.order, good.flows, lists, costs=COSTS) == good
     lists[stage] = change(lists[stage])
     with pytest.raises(ValueError, match=message):
         validate(arrange("broken", good.flows, lists))
@@ -113,17 +113,17 @@ def test_validate_accepts_mixed_fused_and_split_micro_batches() -> None:
     second = [a for a in split.work[1] if a.microbatch == 1]
     mixed = arrange("mixed", split.flows, (split.work[0], (*first, *second)))
     validate(mixed)
-    assert timed(mixed, COSTS).period > 0
+    assert mixed.with_costs(COSTS).period > 0
 
 
 def test_memory_depends_on_the_lists() -> None:
     flow = schedule("local", 2, 2).flows[0][0]
     small = make_schedule("small", ((flow, flow),), depth_first)
     large = make_schedule("large", ((flow, flow),), partial(phase, fuse=False))
-    assert (max(peak_bytes(small, COSTS)), small.in_flight) == (13, (1, 1))
-    assert (max(peak_bytes(large, COSTS)), large.in_flight) == (23, (2, 2))
-    with pytest.raises(TypeError, match="`schedule` should be a Schedule, such as.*Found Timed"):
-        validate(timed(small, COSTS))  # type: ignore[arg-type]
+    assert (max(peak_bytes(small.with_costs(COSTS))), small.in_flight) == (13, (1, 1))
+    assert (max(peak_bytes(large.with_costs(COSTS))), large.in_flight) == (23, (2, 2))
+    with pytest.raises(TypeError, match="`schedule` should be a Schedule, such as.*Found str"):
+        validate("small")  # type: ignore[arg-type]
 
 
 def test_deadlock_names_the_stuck_actions() -> None:
@@ -150,7 +150,7 @@ def test_buffers_are_bounded_also_where_nothing_flows_back() -> None:
 
 def test_buffers_of_delays_and_placements() -> None:
     """Regression: under a delay every stage is held back whose next one is on another rank; one rank sends itself nothing."""
-    late = best("end-to-end-delay-1", num_stages=4, num_microbatches=2, num_ranks=2, costs=COSTS).schedule
+    late = best("end-to-end-delay-1", num_stages=4, num_microbatches=2, num_ranks=2, costs=COSTS)
     assert late.placement == (0, 0, 1, 1)
     assert late.oldest == 1  # so two mini-batches of two micro-batches may wait
     assert validate(late) == [Buffer(0, 0, False), Buffer(4, 4, True), Buffer(0, 0, False)]
@@ -160,7 +160,7 @@ def test_fast_stage_is_throttled_where_nothing_flows_back() -> None:
     """In local training with a four times slower second stage, the first would pile up activations without limit."""
     costs = Costs([1, 4], 0, [1, 4], [1, 4])
     found = best("local", num_stages=2, num_microbatches=3, costs=costs)
-    line = simulate(found.schedule, costs, cycles=30)
+    line = simulate(found, cycles=30)
     assert waiting(line, 0, 1) == 3
     assert found.period == line.period == 3 * 12
 

@@ -30,7 +30,7 @@ from nwise.app.data import Tokens, batch_indices
 from nwise.app.recipes import Adam, EmbeddedText, Gpt, Recipe
 from nwise.app.training import LearningRate, evaluate, make_loss, make_optimizer
 from nwise.machine import machine
-from nwise.schedule import TRANSFORMER, Action, Costs, Kind, Timed, best
+from nwise.schedule import TRANSFORMER, Action, Costs, Kind, Schedule, best
 from nwise.schedule.costs import Prices, prices
 from nwise.stage import Stage
 from nwise.stage.tape import Cotangents, Tape
@@ -59,18 +59,18 @@ class Budget:
     slot_ms: float
 
 
-def planned(method: str) -> tuple[Timed, int]:
+def planned(method: str) -> tuple[Schedule, int]:
     """Return the fastest schedule of a method over slow links, and its M.
 
-    >>> timed, m = planned("local")
-    >>> round(timed.period, 2), m
+    >>> schedule, m = planned("local")
+    >>> round(schedule.period, 2), m
     (3.31, 1)
     """
     found = [(_best(method, COSTS.split_in(m), m), m) for m in (1, 2, 4, 8)]
     return min(found, key=lambda one: (round(one[0].period, 9), one[1]))
 
 
-def _best(method: str, costs: Costs, m: int) -> Timed:
+def _best(method: str, costs: Costs, m: int) -> Schedule:
     return best(method, num_stages=STAGES, num_microbatches=m, costs=costs)
 
 
@@ -120,8 +120,8 @@ def pace(stage: Stage, price: Prices, device: Device, latency: float) -> None:
 
 def train(method: str, budget: Budget) -> dict[str, Any] | None:
     """Train in this rank for about the budget; return the record in the last rank."""
-    (timed, m), slot = planned(method), budget.slot_ms / 1e3
-    steps = max(TESTS, round(budget.seconds / (timed.period * slot)))
+    (schedule, m), slot = planned(method), budget.slot_ms / 1e3
+    steps = max(TESTS, round(budget.seconds / (schedule.period * slot)))
     config = recipe(method, steps)
     data, test = config.load()
     assert isinstance(data, Tokens)
@@ -129,12 +129,12 @@ def train(method: str, budget: Budget) -> dict[str, Any] | None:
     rule = config.phases(1)[0][1]
     # The check knows no message that says when it is due.
     given = model.stages, model.heads, make_loss(data), rule, m
-    pipe = nwise.Pipeline(*given, schedule=timed, seed=0, checks="never")
+    pipe = nwise.Pipeline(*given, schedule=schedule, seed=0, checks="never")
     optimizer = make_optimizer(config.optimizer, [{"params": list(pipe.parameters())}])
     rate = LearningRate(config.optimizer, optimizer, steps)
-    device, price = Device(slot), prices(timed.costs, STAGES)
+    device, price = Device(slot), prices(schedule.costs, STAGES)
     for k in pipe.processes.here:
-        pace(pipe._stages[k], price[k], device, slot * timed.costs.latency)
+        pace(pipe._stages[k], price[k], device, slot * schedule.costs.latency)
     curve, seconds = [], 0.0
     ends = [math.ceil(i * steps / TESTS) for i in range(TESTS + 1)]
     for first, end in pairwise(ends):
@@ -158,7 +158,7 @@ def train(method: str, budget: Budget) -> dict[str, Any] | None:
         "method": method,
         "microbatches": m,
         "slot_ms": budget.slot_ms,
-        "planned_slots": round(timed.period, 4),
+        "planned_slots": round(schedule.period, 4),
         "measured_slots": round(seconds / steps / slot, 4),
         "tests": curve,
         "machine": machine(),

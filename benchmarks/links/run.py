@@ -70,7 +70,7 @@ def options(network: Network, devices: int) -> Iterator[nwise.Plan]:
 
 def as_case(plan: nwise.Plan, devices: int, slot_ms: float) -> Case:
     """Return the case of a plan, for `benchmarks.runtime.bench`."""
-    values = {field.name: getattr(plan.timed.costs, field.name) for field in fields(plan.timed.costs)}
+    values = {field.name: getattr(plan.schedule.costs, field.name) for field in fields(plan.schedule.costs)}
     text = json.dumps({name: value for name, value in values.items() if value != float("inf")})
     return Case(
         method=plan.strategy,

@@ -40,12 +40,12 @@ from nwise.machine import processor
 from nwise.network import Chain
 from nwise.pipeline import Pipeline
 from nwise.planning.allocation import allocated
+from nwise.planning.partitions import Piece, stage_costs
 from nwise.planning.profiling import Profile, profile
 from nwise.schedule.ages import strategy_ages
-from nwise.schedule.baselines import method_flows
+from nwise.schedule.find import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
-from nwise.schedule.partitions import Piece, stage_costs
 from nwise.strategies import strategy as parse
 
 HERE = Path(__file__).parent
@@ -282,7 +282,7 @@ def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], bat
     ranks = (0,) * len(starts)
     rule = parse(cell.strategy)
     schedule = choose(cell.order, flows, ranks, strategy_ages(rule, flows))
-    return peak_bytes(schedule, costs, recompute=cell.remedy == "recompute stages")[0] + batch
+    return peak_bytes(schedule.with_costs(costs), recompute=cell.remedy == "recompute stages")[0] + batch
 
 
 def cells(microbatches: Sequence[int]) -> Iterator[Cell]:

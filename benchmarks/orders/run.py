@@ -19,7 +19,7 @@ from rich.progress import track
 
 import nwise
 from nwise.flow import flows_for
-from nwise.schedule import Costs, best, timed
+from nwise.schedule import Costs, best
 from nwise.schedule.orders import depth_first, make_schedule, phase, skewed
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def equal() -> list[dict[str, Any]]:
         }
         caps = {"nearest first": m}
         periods = {
-            name: timed(make_schedule(name, flows, rule, costs=costs, cap=caps.get(name)), costs).period
+            name: make_schedule(name, flows, rule, costs=costs, cap=caps.get(name)).period
             for name, rule in rules.items()
         }
         periods = {name: round(period, 9) for name, period in {**periods, "best": fastest.period}.items()}

@@ -24,9 +24,9 @@ import tyro
 
 from benchmarks.runtime.bench import Case, start_all
 from nwise.planning.devices import as_devices
+from nwise.planning.partitions import Piece
 from nwise.planning.search import Cut, Search
 from nwise.schedule import Costs
-from nwise.schedule.partitions import Piece
 from nwise.strategies import strategy as parse
 
 RECORDS = Path(__file__).parent / "records" / "devices.jsonl"
@@ -56,13 +56,13 @@ def best(search: Search, known: float) -> float:
     for rest in combinations(range(1, BLOCKS), count - 1):
         for placement in permutations(range(count)):
             if search.bound((0, *rest), placement) < known * (1 - 1e-9):
-                known = min(known, search.cut((0, *rest), placement).timed.period)
+                known = min(known, search.cut((0, *rest), placement).schedule.period)
     return known
 
 
 def case(cut: Cut, name: str) -> Case:
     """Return a measurement of a cut: a stage on each process, which waits as its device computes."""
-    costs: Costs = replace(cut.timed.costs, latency=0.0)
+    costs: Costs = replace(cut.schedule.costs, latency=0.0)
     names = ("forward", "head", "input_grad", "weight_grad", "chain_share", "update")
     text = json.dumps({name: list(costs.per_stage(name, len(SPEEDS))) for name in names})
     return Case(method=name, stages=len(SPEEDS), microbatches=MICROBATCHES, slot_ms=SLOT_MS, costs=text, batches=8)
@@ -81,8 +81,8 @@ def main(networks: int = 100, measured: int = 4) -> None:
         for seed in range(networks):
             search = Search(blocks(seed), parse(name), MICROBATCHES, as_devices(SPEEDS), len(SPEEDS), {})
             planned, even = search.improved(), equal(search)
-            periods = {"planned": planned.timed.period, "equal": even.timed.period}
-            records.append({"strategy": name, "seed": seed, **periods, "best": best(search, planned.timed.period)})
+            periods = {"planned": planned.schedule.period, "equal": even.schedule.period}
+            records.append({"strategy": name, "seed": seed, **periods, "best": best(search, planned.schedule.period)})
             cuts.append((even, planned))
         chosen = cuts[:measured]
         results = start_all([case(cut, name) for pair in chosen for cut in pair])

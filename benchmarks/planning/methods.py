@@ -40,7 +40,7 @@ def main(devices: tuple[int, ...] = (4, 8, 16, 32), latencies: tuple[float, ...]
     for latency, count in track(places, description="planning"):
         plans = plan(count, latency)
         for one in plans.plans:
-            validate(one.timed.schedule)  # what could not run is not in the table
+            validate(one.schedule)  # what could not run is not in the table
             records.append({"devices": count, "latency": latency, **one.as_json(), "speedup": plans.speedup(one)})
     (HERE / "records").mkdir(exist_ok=True)
     (HERE / "records" / "methods.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

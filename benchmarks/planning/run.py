@@ -1,4 +1,4 @@
-"""Cost of planning itself: schedules of more and more stages built, timed, validated and simulated.
+"""Cost of planning itself: schedules of more and more stages built, schedule, validated and simulated.
 
 Every size runs in a process of its own, in turn, so that its peak memory is its own. Writes one JSON record per run to
 ``records/planning.jsonl`` and draws ``planning.png``: seconds against actions, with the slope of both on logarithmic axes.
@@ -36,21 +36,21 @@ def measure(size: tuple[str, int, int]) -> dict[str, Any]:
     """Measure the seconds of every phase and the process's peak memory."""
     strategy, num_stages, num_microbatches = size
     marks = [time.perf_counter()]
-    timed = best(nwise.strategy(strategy), num_stages=num_stages, num_microbatches=num_microbatches, costs=COSTS)
+    schedule = best(nwise.strategy(strategy), num_stages=num_stages, num_microbatches=num_microbatches, costs=COSTS)
     marks.append(time.perf_counter())
-    actions = sum(map(len, timed.actions))
+    actions = sum(map(len, schedule.actions))
     marks.append(time.perf_counter())
-    validate(timed.schedule)
+    validate(schedule)
     marks.append(time.perf_counter())
-    line = simulate(timed.schedule, COSTS, cycles=2)
-    period, bound = line.period, timed.lower_bound
+    line = simulate(schedule, cycles=2)
+    period, bound = line.period, schedule.lower_bound
     marks.append(time.perf_counter())
     return {
         "strategy": strategy,
         "num_stages": num_stages,
         "num_microbatches": num_microbatches,
         "actions": actions,
-        "period": timed.period,
+        "period": schedule.period,
         "simulated_period": period,
         "lower_bound": bound,
         "seconds": {name: b - a for name, (a, b) in zip(PHASES, pairwise(marks), strict=True)},

@@ -28,9 +28,9 @@ from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import Processes
 from nwise.runtime.world import World
-from nwise.schedule import BASELINES, Costs, Kind, Timed
-from nwise.schedule.baselines import timed_method
+from nwise.schedule import BASELINES, Costs, Kind, Schedule
 from nwise.schedule.costs import Prices, prices
+from nwise.schedule.find import method_schedule
 from nwise.schedule.named import RULES
 from nwise.schedule.placement import make_placement
 
@@ -69,11 +69,11 @@ class Case:
             raise ValueError(f"`slot_ms` should be above 0 and below 100,000. Found {self.slot_ms}.")
         if not 0 <= self.message_mib < 1e4:
             raise ValueError(f"`message_mib` should be from 0 to 10,000. Found {self.message_mib}.")
-        self.timed()
+        self.schedule()
 
-    def timed(self) -> Timed:
-        """Return the schedule with its predicted period, in slots."""
-        return timed_method(
+    def schedule(self) -> Schedule:
+        """Return the schedule, its costs in slots."""
+        return method_schedule(
             self.method,
             num_stages=self.stages,
             num_ranks=self.num_ranks,
@@ -136,12 +136,12 @@ class Measured:
 
 def measure(world: Processes, case: Case) -> Measured:
     """Run a case on all ranks and return the result to each."""
-    timed, slot = case.timed(), case.slot_ms / 1e3
-    turns = len(timed.schedule.flows)
-    price = prices(timed.costs, case.stages)
+    schedule, slot = case.schedule(), case.slot_ms / 1e3
+    turns = len(schedule.flows)
+    price = prices(schedule.costs, case.stages)
     device = Device(slot)
     world.placement = case.placement
-    links = _links(timed.costs, case.placement, slot)
+    links = _links(schedule.costs, case.placement, slot)
     stages: Any = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
     engine = Engine(world, stages, _CPU)
     size = range(case.microbatches)
@@ -155,7 +155,7 @@ def measure(world: Processes, case: Case) -> Measured:
         device.start()
         moments = [0.0]
         for _ in range(settle + count):
-            engine.run(timed.schedule, step, batch)
+            engine.run(schedule, step, batch)
             sent = [total + now for total, now in zip(sent, engine.sent, strict=True)]
             moments.append(time.perf_counter())
             step += 1
@@ -163,22 +163,22 @@ def measure(world: Processes, case: Case) -> Measured:
     engine.forget()
     engine.mail.close()
     every = world.gather("periods", [periods, [total / step for total in sent]])
-    ceiling = median(world.gather("ceiling", _ceiling(timed, price, device, slot, case.batches)))
+    ceiling = median(world.gather("ceiling", _ceiling(schedule, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]
-    actions = max(sum(a.kind is not Kind.UPDATE for a in actions) for actions in timed.actions) / turns
+    actions = max(sum(a.kind is not Kind.UPDATE for a in actions) for actions in schedule.actions) / turns
     slots = median(by_round)
     return Measured(
-        order=timed.order,
-        predicted_slots=timed.period,
+        order=schedule.order,
+        predicted_slots=schedule.period,
         measured_slots=slots,
-        efficiency=timed.period / slots,
-        lowest=timed.period / max(by_round),
-        highest=timed.period / min(by_round),
+        efficiency=schedule.period / slots,
+        lowest=schedule.period / max(by_round),
+        highest=schedule.period / min(by_round),
         ceiling=ceiling,
         actions=actions,
-        action_overhead_us=1e6 * slot * (slots - timed.period) / actions,
+        action_overhead_us=1e6 * slot * (slots - schedule.period) / actions,
         bytes_sent=[(one[1][0], one[1][1]) for one in every],
-        bytes_predicted=predicted_bytes(timed, case.message.nbytes),
+        bytes_predicted=predicted_bytes(schedule, case.message.nbytes),
     )
 
 
@@ -196,22 +196,22 @@ def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Li
     return [(link(k - 1), link(k)) for k in range(len(placement))]
 
 
-def predicted_bytes(timed: Timed, size: int) -> list[tuple[float, float]]:
+def predicted_bytes(schedule: Schedule, size: int) -> list[tuple[float, float]]:
     """Return bytes by every rank and mini-batch, as activations and as gradients, by the sends of the lists."""
-    turns = len(timed.schedule.flows)
+    turns = len(schedule.flows)
 
     def sends(rank: int, kind: Kind) -> float:
-        return size * sum(a.kind is kind for a in timed.actions[rank]) / turns
+        return size * sum(a.kind is kind for a in schedule.actions[rank]) / turns
 
-    return [(sends(r, Kind.SEND_ACTIVATION), sends(r, Kind.SEND_GRADIENT)) for r in range(len(timed.actions))]
+    return [(sends(r, Kind.SEND_ACTIVATION), sends(r, Kind.SEND_GRADIENT)) for r in range(len(schedule.actions))]
 
 
-def _ceiling(timed: Timed, price: list[Prices], device: Device, slot: float, batches: int) -> float:
+def _ceiling(schedule: Schedule, price: list[Prices], device: Device, slot: float, batches: int) -> float:
     """Return the efficiency of the busiest stage's waits, each of which begins when the one before it has really ended."""
-    graph = timed.schedule.graph
+    graph = schedule.graph
     works = [
         [price[graph.tasks[task].stage].time(graph.tasks[task], graph.stage(task)) for task in tasks]
-        for tasks in timed.schedule.by_rank
+        for tasks in schedule.by_rank
     ]
     busiest = max(works, key=sum)
     start_time = time.perf_counter()

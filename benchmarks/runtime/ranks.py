@@ -30,7 +30,7 @@ from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
 from nwise.app.cli.costs import parse_costs
 from nwise.runtime.world import World
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 
 BATCHES = 12
 SPLIT = "forward=1,head=0,input_grad=1,weight_grad=1,chain_share=0"  # of zero-bubble, with cotangents kept
@@ -122,7 +122,7 @@ class SplitModule(VirtualModule):
 
 def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     """Return a function that runs one mini-batch of one of torch's pipelines."""
-    costs, here = case.timed().costs, [k for k, rank in enumerate(case.placement) if rank == world.place]
+    costs, here = case.schedule().costs, [k for k, rank in enumerate(case.placement) if rank == world.place]
     forward, chain, weights = (costs.per_stage(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
     begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
@@ -145,7 +145,7 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
 
 def measure_torch(world: World, case: Case) -> dict[str, Any]:
     """Measure torch's pipeline and return the same numbers as `measure`."""
-    period, slot = case.timed().period, case.slot_ms / 1e3
+    period, slot = case.schedule().period, case.slot_ms / 1e3
     device = Device(slot)
     step = torch_step(world, case, device)
     step()  # shapes
@@ -206,7 +206,7 @@ def best_m(method: str, stages: int) -> int:
 
     def period(m: int) -> float:
         costs = parse_costs(cut(m))
-        return timed_method(method, num_stages=stages, num_microbatches=m, costs=costs).period
+        return method_schedule(method, num_stages=stages, num_microbatches=m, costs=costs).period
 
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 

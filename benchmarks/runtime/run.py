@@ -31,7 +31,7 @@ from benchmarks.runtime.bench import Case
 from nwise.app.cli.costs import parse_costs
 from nwise.machine import processor
 from nwise.schedule import BASELINES
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -134,8 +134,8 @@ def limit(case: Record, travel: float) -> float:
         "num_ranks": case["devices"],
         "num_microbatches": case["microbatches"],
     }
-    free = timed_method(method, costs=costs, **options)
-    return free.period / timed_method(method, costs=replace(costs, latency=travel / SLOT_MS), **options).period
+    free = method_schedule(method, costs=costs, **options)
+    return free.period / method_schedule(method, costs=replace(costs, latency=travel / SLOT_MS), **options).period
 
 
 def equal_batches(records: Sequence[Record]) -> list[str]:

@@ -21,7 +21,7 @@ from experiments.harness.trained import Parts, Trained, on_a_gpu
 from nwise.app.recipes import Gpt, Recipe, recipe
 from nwise.schedule import PAPER as PAPERS_COSTS
 from nwise.schedule import TRANSFORMER, Costs, DoesNotFit, Slot
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 
 # The paper's N-wise runs of Transformers have the mean of the own and the far loss.
 PAPER = ("1-wise", "2-wise-mean", "3-wise-mean", "end-to-end")
@@ -121,7 +121,7 @@ def _about_time(runs: Runs) -> list[Claim]:
     claims = []
     for name, costs in {"paper's costs": PAPERS_COSTS, "F = I = W, heads of half a stage": TRANSFORMER}.items():
         times = [
-            timed_method(m, num_stages=_FOUR, num_microbatches=1, costs=costs).period
+            method_schedule(m, num_stages=_FOUR, num_microbatches=1, costs=costs).period
             for m in ("2-wise-mean", "end-to-end")
         ]
         ratio = times[0] / times[1]

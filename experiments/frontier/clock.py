@@ -9,7 +9,7 @@ from functools import cache
 from experiments.frontier.arms import STEPS, Arm
 from experiments.harness import clock
 from nwise.app.recipes import spans
-from nwise.schedule import TRANSFORMER, Costs, Timed, best
+from nwise.schedule import TRANSFORMER, Costs, Schedule, best
 from nwise.strategies import Strategy
 
 COUNTS = (1, 2, 4, 8, 16)  # M; a mini-batch has 16 sequences
@@ -22,7 +22,7 @@ def costs(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead
 
 
 @cache
-def _fastest(strategy: Strategy, num_stages: int, microbatches: int | None, price: Costs) -> tuple[Timed, int]:
+def _fastest(strategy: Strategy, num_stages: int, microbatches: int | None, price: Costs) -> tuple[Schedule, int]:
     result = fastest(strategy, num_stages, microbatches, price.split_in)
     assert result is not None, "nothing is limited"
     return result
@@ -34,13 +34,13 @@ def fastest(
     microbatches: int | None,
     costs: Callable[[int], Costs],
     memory: float | None = None,
-) -> tuple[Timed, int] | None:
+) -> tuple[Schedule, int] | None:
     """Return the fastest schedule that nwise runs, and its M, the best unless it is given; None if none fits the memory.
 
     `costs` is a function from M to the costs of a micro-batch, and `memory` the bytes of each accelerator.
     """
 
-    def find(m: int) -> Timed:
+    def find(m: int) -> Schedule:
         return best(strategy, num_stages=num_stages, num_microbatches=m, costs=costs(m), memory=memory)
 
     return clock.fastest(find, [microbatches] if microbatches else COUNTS)
@@ -55,9 +55,9 @@ def slots(one: Arm, latency: float = 0.0, overhead: float = TRANSFORMER.overhead
     """Return for every phase its steps, the slots of a step of the fastest schedule that nwise runs, and its M."""
     price = costs(one, latency, overhead)
     return [
-        (steps, timed.period, m)
+        (steps, schedule.period, m)
         for steps, strategy in _phases(one)
-        for timed, m in [_fastest(strategy, one.num_stages, one.microbatches, price)]
+        for schedule, m in [_fastest(strategy, one.num_stages, one.microbatches, price)]
     ]
 
 
@@ -79,7 +79,7 @@ def work(one: Arm) -> float:
     """Return what all stages compute in a mean step, in forwards of a stage; overheads are not counted."""
     price = costs(one, overhead=0.0).split_in(one.microbatches or 1)
     sums = [
-        steps * clock.work_in(_fastest(strategy, one.num_stages, one.microbatches or 1, price)[0].schedule, price)
+        steps * clock.work_in(_fastest(strategy, one.num_stages, one.microbatches or 1, price)[0], price)
         for steps, strategy in _phases(one)
     ]
     return sum(sums) / STEPS

@@ -26,9 +26,9 @@ from nwise.app.records import json_line, write_text
 from nwise.app.training import measurable
 from nwise.flow import flows_for
 from nwise.machine import machine
+from nwise.planning.partitions import stage_costs
 from nwise.planning.profiling import Profile, profile
 from nwise.schedule import Costs
-from nwise.schedule.partitions import stage_costs
 
 RECORDS = Path(__file__).parent / "costs.jsonl"
 ARMS = (*COMPARED, "3-wise-mean")

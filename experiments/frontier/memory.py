@@ -26,7 +26,7 @@ from nwise.app.records import json_line, write_text
 from nwise.machine import machine
 from nwise.planning.profiling import Profile
 from nwise.schedule import Costs
-from nwise.schedule.timing import CLOSE
+from nwise.schedule.costs import CLOSE
 
 RECORDS = Path(__file__).parent / "memory.jsonl"
 _MIB = 2**20

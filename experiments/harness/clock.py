@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from experiments.harness import markdown
 from nwise.app import models
 from nwise.app.recipes import Gpt, ResNet
-from nwise.schedule import PAPER, TRANSFORMER, Costs, DoesNotFit, Schedule, Timed, best
-from nwise.schedule.baselines import timed_method
+from nwise.schedule import PAPER, TRANSFORMER, Costs, DoesNotFit, Schedule, best
 from nwise.schedule.clock import durations
+from nwise.schedule.find import method_schedule
 from nwise.strategies import Strategy
 
 _SIZES = (1, 2, 4, 8, 16)  # M; 32 is of use to longer pipelines than the experiments have
@@ -108,7 +108,7 @@ def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: flo
     """Return the step time of a method, run in its fastest way.
 
     Args:
-        method: a strategy, or a pipeline of `nwise.schedule.baselines`.
+        method: a strategy, or a pipeline of `nwise.schedule.BASELINES`.
         num_stages: A.
         costs: of a whole mini-batch; the paper's are without micro-batches.
         memory: most activations that a stage may keep, in mini-batches' of one stage; default: any.
@@ -117,20 +117,20 @@ def step_time(method: str | Strategy, num_stages: int, costs: Costs, memory: flo
         DoesNotFit: no M fits the memory.
     """
     name = "zero-bubble" if method == "end-to-end" and costs != PAPER else method
-    search = partial(best, name) if isinstance(name, Strategy) else partial(timed_method, name)
+    search = partial(best, name) if isinstance(name, Strategy) else partial(method_schedule, name)
 
-    def find(m: int) -> Timed:
+    def find(m: int) -> Schedule:
         return search(num_stages=num_stages, num_microbatches=m, costs=costs.split_in(m), memory=memory)
 
     sizes = _SIZES if num_stages <= 10 else (*_SIZES, 32)
     result = fastest(find, (1,) if costs == PAPER else sizes)
     if result is None:
         raise DoesNotFit(str(method), 1.0, memory or 0.0)
-    timed, m = result
-    return StepTime(timed.period, m, max(timed.peak_bytes))
+    schedule, m = result
+    return StepTime(schedule.period, m, max(schedule.peak_bytes))
 
 
-def fastest(find: Callable[[int], Timed], counts: Iterable[int]) -> tuple[Timed, int] | None:
+def fastest(find: Callable[[int], Schedule], counts: Iterable[int]) -> tuple[Schedule, int] | None:
     """Return the fastest schedule over numbers of micro-batches, and its M, the smallest of equals; None if nothing fits.
 
     Args:
@@ -156,7 +156,7 @@ def slots_text(method: str | Strategy, num_stages: int, costs: Costs, memory: fl
 def work(method: str, num_stages: int, costs: Costs) -> float:
     """Return the work of all stages in a step, in forwards of a stage, by honest costs without micro-batches."""
     costs = replace(costs, overhead=0.0)
-    return work_in(timed_method(method, num_stages=num_stages, num_microbatches=1, costs=costs).schedule, costs)
+    return work_in(method_schedule(method, num_stages=num_stages, num_microbatches=1, costs=costs), costs)
 
 
 def work_table(methods: Sequence[str], num_stages: int, costs: Costs) -> str:

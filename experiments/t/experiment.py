@@ -16,7 +16,7 @@ from experiments.t.printed import PRINTED_STAGES
 from experiments.t.steps import measure_steps, step_pieces
 from experiments.t.timing import SETTINGS, SMALLER, Piece, Row, fitted, measured, predicted
 from nwise.schedule import PAPER, Costs, Slot, paper_time
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 from nwise.schedule.paper import POWERS
 
 KINDS = ("virtual, paper costs", "real", MEASURED_STEPS)
@@ -136,7 +136,7 @@ def _growth() -> float:
 def misjudged(name: str, m: int = 4) -> float:
     """Return the per cent by which the model's time is too long if a forward takes half a slot and a backward a slot."""
     half = Costs(forward=0.5, head=0, input_grad=1, weight_grad=0)
-    times = [timed_method(name, num_stages=4, num_microbatches=m, costs=costs).period for costs in (half, PAPER)]
+    times = [method_schedule(name, num_stages=4, num_microbatches=m, costs=costs).period for costs in (half, PAPER)]
     return 100 * (1 - times[0] / times[1])
 
 

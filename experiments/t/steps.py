@@ -20,7 +20,7 @@ from nwise.app.data import Bytes, Tokens
 from nwise.app.recipes import Gpt, Recipe
 from nwise.app.training import LearningRate, autocast, make_optimizer, make_pipeline, pick_device
 from nwise.schedule import PAPER as PAPERS_COSTS
-from nwise.schedule.baselines import timed_method
+from nwise.schedule.find import method_schedule
 
 _WARM = 3  # steps before the clock starts: the first ones look at what the modules do
 
@@ -46,7 +46,7 @@ def measure_steps(size: Size, num_stages: int, piece: Piece, steps: int) -> Row:
     name, method, m = piece
     seconds = step_seconds(replace(settings(size, num_stages, method), microbatches=m, capture=False), steps)
     model = "gpipe" if method == "end-to-end" else method  # its name among the pipelines
-    slots = timed_method(model, num_stages=num_stages, num_microbatches=m, costs=PAPERS_COSTS).period
+    slots = method_schedule(model, num_stages=num_stages, num_microbatches=m, costs=PAPERS_COSTS).period
     return {"piece": name, **measured_row(MEASURED_STEPS, model, num_stages, m, slots, seconds)}
 
 

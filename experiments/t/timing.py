@@ -18,8 +18,8 @@ from benchmarks.runtime.bench import Case, start_all
 from experiments.t.printed import best_table
 from nwise.app.training import versions
 from nwise.machine import machine
-from nwise.schedule import PAPER, TRANSFORMER, Costs, Slot, Timed, fit_slot, paper_time, simulate, validate
-from nwise.schedule.baselines import timed_method
+from nwise.schedule import PAPER, TRANSFORMER, Costs, Schedule, Slot, fit_slot, paper_time, simulate, validate
+from nwise.schedule.find import method_schedule
 from nwise.schedule.paper import POWERS
 
 Row = dict[str, Any]
@@ -30,11 +30,11 @@ BASELINES = ("zero-bubble", "1f1b", "2-wise", "3-wise")
 MEASURED = ("gpipe", "1-wise", "2-wise", "3-wise")
 
 
-def find(name: str, num_stages: int, m: int, costs: Costs = PAPER) -> Timed:
+def find(name: str, num_stages: int, m: int, costs: Costs = PAPER) -> Schedule:
     """Find the best schedule of a strategy, or a pipeline, and check it."""
-    timed = timed_method(name, num_stages=num_stages, num_microbatches=m, costs=costs)
-    validate(timed.schedule)
-    return timed
+    schedule = method_schedule(name, num_stages=num_stages, num_microbatches=m, costs=costs)
+    validate(schedule)
+    return schedule
 
 
 Piece = tuple[str, Callable[[], list[Row]]]
@@ -92,13 +92,13 @@ def per_batch(name: str, num_stages: int = 8) -> Row:
 
 def steady(name: str, num_stages: int) -> float:
     """Simulate slots per batch without micro-batches; Hogwild's, whose lists do not repeat, is its busiest stage's work."""
-    timed = find(name, num_stages, 1)
-    return timed.period if name == "hogwild" else _simulated_period(timed)
+    schedule = find(name, num_stages, 1)
+    return schedule.period if name == "hogwild" else _simulated_period(schedule)
 
 
-def _simulated_period(timed: Timed) -> float:
+def _simulated_period(schedule: Schedule) -> float:
     """Return the period of a run of four mini-batches."""
-    return simulate(timed.schedule, PAPER, cycles=4).period
+    return simulate(schedule, cycles=4).period
 
 
 def cell(a: int, n: int, m: int) -> Row:
@@ -122,7 +122,7 @@ class Setting:
         slot_ms: of a whole mini-batch's forward through a stage, c1; a micro-batch's is 1/M of it.
         microbatches: values of M.
         fewer: values of M where costs are not the paper's, and of the real network.
-        batches: mini-batches that are timed.
+        batches: mini-batches that are schedule.
         steps: training steps of the real network.
         timed_steps: steps of the paper's Transformers on a process for each stage.
     """
@@ -206,7 +206,7 @@ def real(method: str, m: int, steps: int, train: Sequence[str] = _NETWORK) -> li
     first, last = logged[0], logged[-1]
     seconds = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
     name = "gpipe" if method == "end-to-end" else method
-    slots = timed_method(name, num_stages=2, num_microbatches=m, costs=PAPER).period
+    slots = method_schedule(name, num_stages=2, num_microbatches=m, costs=PAPER).period
     return [measured_row("real", name, 2, m, slots, seconds)]
 
 

@@ -14,8 +14,8 @@ import torch
 import nwise
 from nwise.app.report.interchange import read_csv
 from nwise.schedule import best
+from nwise.schedule.costs import TYPICAL
 from nwise.schedule.named import Order
-from nwise.schedule.orders import TYPICAL
 from ranks.common import batches, closed, digests, make_optimizer, pipeline, write
 
 A = 8
@@ -80,7 +80,7 @@ def find(
         costs=costs,
         placement=placement,
         num_ranks=ranks,
-    ).schedule
+    )
 
 
 def case(

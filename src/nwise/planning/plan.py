@@ -14,9 +14,10 @@ from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile
 from nwise.program.summary import milliseconds, table
 from nwise.runtime.processes import Processes
-from nwise.schedule.baselines import BASELINES
 from nwise.schedule.costs import Costs
-from nwise.schedule.timing import Limit, Timed, rounded
+from nwise.schedule.find import Limit, rounded
+from nwise.schedule.named import BASELINES
+from nwise.schedule.schedule import Schedule
 from nwise.strategies import EndToEnd
 
 __all__ = ["Plan"]
@@ -36,7 +37,7 @@ class Plan:
         placement: index of every stage's device, which is its rank under ``torchrun``.
         devices: the devices.
         strategy: name of the strategy, of one of `nwise.schedule.BASELINES`, or `ALONE`.
-        timed: the schedule, with the expected time of a step and the bytes of every device.
+        schedule: the schedule, with the expected time of a step and the bytes of every device.
         measured: the costs of every module, in seconds; None if costs were given. Then all times are in their unit.
         equal: expected time of a step with equal numbers of blocks in every stage; default: nan, none is known.
         report: function that gets the measured times after the first steps; default: None, for none.
@@ -46,7 +47,7 @@ class Plan:
     placement: tuple[int, ...]
     devices: tuple[Device, ...]
     strategy: str
-    timed: Timed
+    schedule: Schedule
     measured: Profile | None = None
     equal: float = nan
     report: Callable[[str], object] | None = None
@@ -54,17 +55,17 @@ class Plan:
     @property
     def num_microbatches(self) -> int:
         """Number of micro-batches, M."""
-        return self.timed.schedule.num_microbatches
+        return self.schedule.num_microbatches
 
     @property
     def seconds(self) -> float:
         """Expected time of a step."""
-        return self.timed.period
+        return self.schedule.period
 
     @property
     def busy(self) -> tuple[float, ...]:
         """Expected time of a step in which each device computes."""
-        return self.timed.busy
+        return self.schedule.busy
 
     @property
     def end_to_end(self) -> bool:
@@ -74,13 +75,13 @@ class Plan:
     @property
     def comparable(self) -> bool:
         """Whether gradients cross boundaries and none is late, so a step is comparable with an end-to-end one."""
-        schedule = self.timed.schedule
+        schedule = self.schedule
         return self.end_to_end or (not schedule.oldest and any(any(f.messages) for fs in schedule.flows for f in fs))
 
     @property
     def preference(self) -> tuple[float, bool, int]:
         """Sort key, smallest for the best plan: fast, then end-to-end, with little in flight."""
-        return rounded(self.seconds), not self.end_to_end, max(self.timed.in_flight)
+        return rounded(self.seconds), not self.end_to_end, max(self.schedule.in_flight)
 
     def show(self, time: float) -> str:
         """Return a time as text: in milliseconds if it was measured, else in the unit of the costs."""
@@ -94,17 +95,17 @@ class Plan:
             "placement": list(self.placement),
             "microbatches": self.num_microbatches,
             "period": self.seconds,
-            "lower_bound": self.timed.lower_bound,
-            "order": self.timed.order,
-            "in_flight": list(self.timed.in_flight),
-            "peak_bytes": list(self.timed.peak_bytes),
+            "lower_bound": self.schedule.lower_bound,
+            "order": self.schedule.order,
+            "in_flight": list(self.schedule.in_flight),
+            "peak_bytes": list(self.schedule.peak_bytes),
             "end_to_end": self.end_to_end,
         }
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
         exact = flows_for(EndToEnd(), len(self.placement), self.num_microbatches)
-        hidden = not self.end_to_end and not self.timed.schedule.oldest and self.timed.schedule.flows == exact
+        hidden = not self.end_to_end and not self.schedule.oldest and self.schedule.flows == exact
         same = " (with these stages the same as end-to-end)" if hidden else ""
         title = (
             f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
@@ -142,7 +143,7 @@ class Plan:
 
     def prices(self, num_ranks: int) -> tuple[Costs, Limit]:
         """Return the costs by which orders are compared, and the memory of every rank if the ranks are the plan's devices."""
-        return self.timed.costs, self.limits if num_ranks == len(self.devices) else None
+        return self.schedule.costs, self.limits if num_ranks == len(self.devices) else None
 
     def observer(self, processes: Processes) -> Observer:
         """Return what compares the first steps of the pipeline with this plan."""
@@ -153,4 +154,4 @@ class Plan:
             return []
         limit = self.devices[device].memory
         most = f" of {limit / _MIB:,.0f}" if isfinite(limit) else ""
-        return [f"{self.timed.peak_bytes[device] / _MIB:,.0f}{most} MiB"]
+        return [f"{self.schedule.peak_bytes[device] / _MIB:,.0f}{most} MiB"]

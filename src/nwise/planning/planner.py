@@ -14,6 +14,7 @@ from torch import nn
 from nwise._torch import uncompiled
 from nwise.checks import check_at_least
 from nwise.planning.devices import Device, as_devices
+from nwise.planning.partitions import check_enough
 from nwise.planning.plan import Plan
 from nwise.planning.plans import Plans, compare
 from nwise.planning.prepare import Heads, Optimizers, batch_size, check_functions, network_in_pieces
@@ -23,7 +24,6 @@ from nwise.progress import progress_bar
 from nwise.randomness import preserved
 from nwise.runtime.launch import launched, variable
 from nwise.schedule.costs import Costs
-from nwise.schedule.partitions import check_enough
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse

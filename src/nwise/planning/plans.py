@@ -18,8 +18,8 @@ from nwise.planning.devices import Device, limits
 from nwise.planning.plan import ALONE, Plan
 from nwise.planning.source import Source
 from nwise.program.summary import table
-from nwise.schedule.baselines import BASELINES, SEVERAL_STAGES
 from nwise.schedule.find import DoesNotFit
+from nwise.schedule.named import BASELINES, SEVERAL_STAGES
 from nwise.strategies import EndToEnd, Local, Strategy
 
 __all__ = ["STRATEGIES", "Plans", "compare", "is_late", "ratio", "same_gradients"]
@@ -119,7 +119,7 @@ class Plans:
             ["method", "M", "time" if chosen.measured is None else "ms", "speed", "bound", "held", *(["MiB"] * sizes)]
         ]
         for plan in self.plans:
-            over = ratio(plan.seconds, plan.timed.lower_bound) - 1
+            over = ratio(plan.seconds, plan.schedule.lower_bound) - 1
             speed = self.speedup(plan)
             row = [
                 f"{'*' if plan is chosen else ' '} {plan.strategy}",
@@ -127,9 +127,9 @@ class Plans:
                 f"{plan.seconds * (1 if plan.measured is None else 1e3):.4g}",
                 "–" if math.isnan(speed) else f"{speed:.2f}",
                 "optimal" if over < 1e-9 else f"+{100 * over:.1f}%",
-                str(max(plan.timed.in_flight)),
+                str(max(plan.schedule.in_flight)),
             ]
-            rows.append([*row, f"{max(plan.timed.peak_bytes) / 2**20:,.4g}"] if sizes else row)
+            rows.append([*row, f"{max(plan.schedule.peak_bytes) / 2**20:,.4g}"] if sizes else row)
         width = max(len(row[0]) for row in rows)
         lines = [f"{len(self.devices)} device{several}, each method at its best M"]
         lines += table([[row[0].ljust(width), *row[1:]] for row in rows])

@@ -24,9 +24,9 @@ from nwise.flow import find_flow
 from nwise.losses import explain
 from nwise.microbatch import Batch
 from nwise.planning.allocation import allocated
+from nwise.planning.partitions import Piece
 from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.actions import Action, Kind
-from nwise.schedule.partitions import Piece
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
 from nwise.stage.weights import Weights

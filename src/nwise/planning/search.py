@@ -1,6 +1,6 @@
 """The search for the cut and placement with the shortest step, with a number of micro-batches.
 
-first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.schedule.assign`); and others
+first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.planning.assign`); and others
 climbing        pieces and stages move to their neighbours while the period of one order of actions becomes shorter
 finalists       the best schedule of each; then climbing again, with the best schedule of every neighbour
 
@@ -20,19 +20,16 @@ import numpy as np
 
 from nwise.checks import check_at_least
 from nwise.flow import Flows, flows_for
+from nwise.planning.assign import Assignment, Matrix, assign
 from nwise.planning.devices import MOST_ORDERS, Device, limits, orders
+from nwise.planning.partitions import Piece, check_enough, stage_costs, sums, work
 from nwise.schedule.ages import Ages, strategy_ages
-from nwise.schedule.assign import Assignment, Matrix, assign
-from nwise.schedule.baselines import timed_pipeline
 from nwise.schedule.bounds import lower_bound, resource_bound
-from nwise.schedule.costs import ROWS, Costs
-from nwise.schedule.find import DoesNotFit, best_order
-from nwise.schedule.memory import peak_bytes
+from nwise.schedule.costs import CLOSE, ROWS, Costs
+from nwise.schedule.find import DoesNotFit, Limit, best_order, excess, pipeline_order, preference
 from nwise.schedule.named import RULES, choose
-from nwise.schedule.partitions import Piece, check_enough, stage_costs, sums, work
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule
-from nwise.schedule.timing import CLOSE, Limit, Timed, excess, timed
 from nwise.strategies import EndToEnd, Strategy
 
 __all__ = ["Cut", "Search", "search"]
@@ -55,12 +52,12 @@ class Cut:
     Args:
         starts: index of the first piece of every stage.
         placement: index of every stage's device.
-        timed: the best schedule, with costs of one micro-batch in seconds on these devices.
+        schedule: the best schedule, with costs of one micro-batch in seconds on these devices.
     """
 
     starts: tuple[int, ...]
     placement: Placement
-    timed: Timed
+    schedule: Schedule
 
 
 class Search:
@@ -112,7 +109,7 @@ class Search:
         (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
         if not sharp:
             return resource_bound(flows, costs, placement) / len(flows)
-        return lower_bound(flows, costs, placement, ages, pairs=False) / len(flows)
+        return lower_bound(flows, costs, placement, ages) / len(flows)
 
     @cached_property
     def least(self) -> float:
@@ -145,12 +142,12 @@ class Search:
             self._cuts[assignment] = Cut(*assignment, self._timed(assignment, self._memory))
         return self._cuts[assignment]
 
-    def _timed(self, assignment: Assignment, memory: Limit) -> Timed:
+    def _timed(self, assignment: Assignment, memory: Limit) -> Schedule:
         """Return the best schedule of a cut."""
         starts, placement = assignment
         (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
         if self._pipeline is not None:
-            return timed_pipeline(self._pipeline, flows, costs, placement, memory)
+            return pipeline_order(self._pipeline, flows, costs, placement, memory)
         return best_order(flows, costs, placement, ages, memory=memory)
 
     def _trainable(self, starts: Sequence[int]) -> tuple[bool, ...]:
@@ -245,7 +242,7 @@ class Search:
             return self._best_of(self.assignments[:_FINALISTS])[0]
         ends = sorted(dict.fromkeys(map(self._climbed, dict.fromkeys(self._first()))), key=self._score)
         finalists = ends[: _FINALISTS if self._memory is None else _MORE_FINALISTS]
-        return min(map(self._polished, self._best_of(finalists)[:_FINALISTS]), key=lambda cut: cut.timed.rank)
+        return min(map(self._polished, self._best_of(finalists)[:_FINALISTS]), key=lambda cut: preference(cut.schedule))
 
     def _best_of(self, assignments: Sequence[Assignment]) -> list[Cut]:
         """Return the cuts that fit the memory, the best first."""
@@ -258,12 +255,12 @@ class Search:
         if not cuts:
             least = min(failures, key=lambda error: error.least / error.memory)
             raise DoesNotFit("the smallest cut tried, on its tightest device", least.least, least.memory)
-        return sorted(cuts, key=lambda cut: cut.timed.rank)
+        return sorted(cuts, key=lambda cut: preference(cut.schedule))
 
     def _polished(self, cut: Cut) -> Cut:
         """Climb with the best schedule of every neighbour that may be better, where `_climbed` knows one order only."""
         while True:
-            limit = cut.timed.period * (1 - CLOSE)
+            limit = cut.schedule.period * (1 - CLOSE)
             # The cheap bound comes first: it discards most neighbours, and the best schedule of each takes long.
             near = [
                 other
@@ -274,7 +271,7 @@ class Search:
                 better = self._best_of(near)[0] if near else cut
             except DoesNotFit:
                 return cut
-            if better.timed.period >= limit:
+            if better.schedule.period >= limit:
                 return cut
             cut = better
 
@@ -299,12 +296,9 @@ class Search:
         """Return how far a cut exceeds the memory (1: not at all), and its period, with the best known order."""
         if assignment not in self._scores:
             costs, limit = self.costs(*assignment), self._memory
+            schedules = [schedule.with_costs(costs) for schedule in self._known_schedules(assignment)]
             self._scores[assignment] = min(
-                (
-                    1.0 if limit is None else max(1.0, excess(peak_bytes(schedule, costs), limit)[0]),
-                    timed(schedule, costs).period,
-                )
-                for schedule in self._known_schedules(assignment)
+                (1.0 if limit is None else max(1.0, excess(one.peak_bytes, limit)[0]), one.period) for one in schedules
             )
         return self._scores[assignment]
 
@@ -314,8 +308,8 @@ class Search:
         key = placement, self._trainable(starts)
         if key not in self._schedules:
             limited, (flows, ages) = self._memory is not None, self._flows_for(key[1])
-            first = self._timed(assignment, None) if limited else self.cut(*assignment).timed
-            self._schedules[key] = [first.schedule]
+            first = self._timed(assignment, None) if limited else self.cut(*assignment).schedule
+            self._schedules[key] = [first]
             if limited and self._pipeline is None:
                 self._schedules[key].append(choose("depth-first", flows, placement, ages, first.costs))
         return self._schedules[key]
@@ -380,9 +374,9 @@ def search(
             continue
         try:
             cuts[m] = searches[m].improved()
-            shortest = min(shortest, cuts[m].timed.period)
+            shortest = min(shortest, cuts[m].schedule.period)
         except DoesNotFit as error:
             failures.append(error)
     if not cuts:
         raise min(failures, key=lambda error: error.least / error.memory)
-    return next(cuts[m] for m in sorted(cuts) if cuts[m].timed.period <= shortest * (1 + CLOSE))
+    return next(cuts[m] for m in sorted(cuts) if cuts[m].schedule.period <= shortest * (1 + CLOSE))

@@ -24,7 +24,7 @@ class PieceSizes:
         self.outputs = self._forward()
 
     def measure(self) -> dict[str, float]:
-        """Return the bytes of forward and passes, as `nwise.schedule.partitions.Piece` names them."""
+        """Return the bytes of forward and passes, as `nwise.planning.partitions.Piece` names them."""
         first = allocated(lambda _: self._forward(), self._device)
         graph = allocated(lambda _: [y.grad_fn for y in self._forward()], self._device)
         passing = allocated(lambda _: [y.grad_fn for y in self._forward(passing=True)], self._device)
@@ -76,7 +76,7 @@ class PieceSizes:
 def head_sizes(
     head: nn.Module, outputs: Tensors, loss_fn: Callable[[Tensors], Tensor], device: torch.device
 ) -> dict[str, float]:
-    """Return the bytes of a head behind a piece with these outputs, as `nwise.schedule.partitions.Piece` names them."""
+    """Return the bytes of a head behind a piece with these outputs, as `nwise.planning.partitions.Piece` names them."""
     learns: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
     leaves = as_leaves(outputs, tracked=True)
     wrt = [*learns, *(y for y in leaves if y.requires_grad)]

@@ -15,6 +15,7 @@ from nwise.network.chain import Chain
 from nwise.network.huggingface import is_hugging_face
 from nwise.network.splitting import even_starts
 from nwise.planning.devices import Device, limits
+from nwise.planning.partitions import Piece, pieces_of
 from nwise.planning.plan import Plan
 from nwise.planning.prepare import agree, gather, message_latency, speeds
 from nwise.planning.profiling import Network, Profile, profile
@@ -22,7 +23,6 @@ from nwise.planning.search import Search, search
 from nwise.runtime.launch import launched
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import DoesNotFit
-from nwise.schedule.partitions import Piece, pieces_of
 from nwise.schedule.placement import make_placement
 from nwise.strategies import Strategy
 
@@ -67,7 +67,7 @@ class Source:
         at = tuple(names[i] for i in cut.starts[1:])
         if self.model is not None:
             at = _short(self.model, names, at)
-        return Plan(at, cut.placement, devices, name, cut.timed, self.measured, report=self.report)
+        return Plan(at, cut.placement, devices, name, cut.schedule, self.measured, report=self.report)
 
     def equal(self, rule: Strategy, num_stages: int) -> float:
         """Return the time of a step with equal numbers of blocks in every stage, at the best M; nan if there is no such cut."""
@@ -90,7 +90,7 @@ class Source:
         for m, costs in pieces.items():
             with suppress(DoesNotFit):
                 one = Search(costs, rule, m, self.devices, num_stages, self.links)
-                periods.append(one.cut(starts, placement).timed.period)
+                periods.append(one.cut(starts, placement).schedule.period)
         return min(periods, default=nan)
 
 

@@ -1,10 +1,10 @@
 """Schedules as data: their order, exact period, lower bounds, simulation and validation, and the paper's timing model.
 
-    strategy  ->  flow  ->  actions  ->  order  ->  schedule  ->  timed
+    strategy  ->  flow  ->  actions  ->  order  ->  schedule
 
 A strategy is a credit matrix. Its flow (`nwise.flow`) says which messages cross each boundary and which passes each stage
-makes, hence the actions. An order puts the actions of each stage into a list, and the lists are the schedule. The simulator,
-the validator and the engine take this one value. A timed schedule also has its exact period and a lower bound.
+makes, hence the actions. An order puts the actions of each stage into a list, and the lists are the schedule: one value, which
+is validated, timed, bounded, drawn and run.
 
 Read the folder in this order:
 
@@ -15,11 +15,10 @@ Read the folder in this order:
     orders, greedy          the rules that make lists
     costs, memory           the time of every action, and the bytes of every rank
     clock, period           the self-timed run of a schedule, and its exact period
-    bounds, timing          the lower bound; a schedule with both
-    find, named             the best of several orders, and orders by name
+    bounds                  the lower bound on the period of any order
+    named, find             orders by name, and the best of several
     simulation, validation  times of a run; checks before a run
-    baselines, paper        end-to-end pipelines and the paper's formula, for comparison
-    assign, partitions      stages of equal work, and on devices of unequal speed
+    paper                   the paper's formula, for comparison
 
 `nwise schedule --strategy 2-wise --stages 4 --microbatches 2` draws 4 stages, 2 micro-batches (the digit) and the paper's
 costs: one column per slot, two mini-batches, the first from an empty pipeline. A head costs nothing and comes right after its
@@ -35,8 +34,8 @@ On the last stage both gradients come from the same loss, so one pass (B) is eno
 begins its second mini-batch before stage 1 has ended its first.
 
 >>> import nwise.schedule as schedule
->>> result = schedule.best("2-wise", num_stages=4, num_microbatches=2, costs=schedule.PAPER)
->>> print(*result.actions[3])
+>>> found = schedule.best("2-wise", num_stages=4, num_microbatches=2, costs=schedule.PAPER)
+>>> print(*found.actions[3])
 RX3(0) F3(0) H3(0) B3(0.0) SG3(0.0) RX3(1) F3(1) H3(1) B3(1.0) SG3(1.0) U3
 """
 
@@ -47,13 +46,12 @@ from nwise.lazy import member
 
 if TYPE_CHECKING:
     from nwise.schedule.actions import Action, Kind
-    from nwise.schedule.baselines import BASELINES, baseline
     from nwise.schedule.costs import PAPER, TRANSFORMER, Costs
-    from nwise.schedule.find import DoesNotFit, best
+    from nwise.schedule.find import DoesNotFit, baseline, best
+    from nwise.schedule.named import BASELINES
     from nwise.schedule.paper import Slot, fit_slot, paper_time
     from nwise.schedule.schedule import Schedule, arrange
     from nwise.schedule.simulation import Timeline, simulate
-    from nwise.schedule.timing import Timed, timed
     from nwise.schedule.validation import Buffer, validate
 
 __all__ = [
@@ -67,7 +65,6 @@ __all__ = [
     "Kind",
     "Schedule",
     "Slot",
-    "Timed",
     "Timeline",
     "arrange",
     "baseline",
@@ -75,7 +72,6 @@ __all__ = [
     "fit_slot",
     "paper_time",
     "simulate",
-    "timed",
     "validate",
 ]
 
@@ -84,13 +80,12 @@ _PLACES = {
     name: place
     for place, names in {
         "actions": ("Action", "Kind"),
-        "baselines": ("BASELINES", "baseline"),
         "costs": ("PAPER", "TRANSFORMER", "Costs"),
-        "find": ("DoesNotFit", "best"),
+        "find": ("DoesNotFit", "baseline", "best"),
+        "named": ("BASELINES",),
         "paper": ("Slot", "fit_slot", "paper_time"),
         "schedule": ("Schedule", "arrange"),
         "simulation": ("Timeline", "simulate"),
-        "timing": ("Timed", "timed"),
         "validation": ("Buffer", "validate"),
     }.items()
     for name in names

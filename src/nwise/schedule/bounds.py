@@ -4,23 +4,22 @@ There are three::
 
     resource        the busiest rank (or link) must do all its work
     dependency      messages need the time of their path, however free the stages are
-    head-work-tail  between the start of rank a's list and the end of rank b's must fit all work of a rank s that
-                    depends on a and feeds b, plus the paths to it and from it (Jackson's preemptive bound):
+    head-work-tail  between the start of rank a's list and its end must fit all work of a rank s that depends on a and feeds
+                    a again, plus the paths to it and from it (Jackson's preemptive bound):
 
-                    start of a --- head ---> [ work of s ] --- tail ---> end of b
+                    start of a --- head ---> [ work of s ] --- tail ---> end of a
 
-The third contains the first two. For each mini-batch it gives a matrix of least times from rank a to rank b. Gradients of age d
-have d + 1 calls for such a path, so it is an arc over d + 1 calls. The bound is the largest mean of a cycle through these arcs,
-per call. It holds for every order, with or without fusion of W and I.
+The third contains the first two. Gradients of age d have d + 1 calls for such a path. The bound holds for every order, with or
+without fusion of W and I.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,8 @@ from numpy.typing import NDArray
 from nwise.flow import Flow, Flows, counted
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages
-from nwise.schedule.clock import Clock, Wait
 from nwise.schedule.costs import Costs, Prices, prices
 from nwise.schedule.graph import TaskGraph, held_back, task_graph
-from nwise.schedule.period import period
 from nwise.schedule.placement import Placement
 
 __all__ = ["stage_work"]
@@ -39,7 +36,6 @@ __all__ = ["stage_work"]
 Matrix = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
-CLOSE = 1e-9  # times that differ by less than this share are equal
 # Largest number of comparisons; larger schedules get only the cheaper bounds.
 _MOST_EFFORT = 2e8
 
@@ -71,23 +67,10 @@ def resource_bound(flows: Flows, costs: Costs, placement: Placement) -> float:
 
 
 @lru_cache(maxsize=256)  # end-to-end pipelines share their bound
-def lower_bound(
-    flows: Flows,
-    costs: Costs,
-    placement: Placement,
-    ages: Ages,
-    enough: float = math.inf,
-    *,
-    pairs: bool = True,
-) -> float:
+def lower_bound(flows: Flows, costs: Costs, placement: Placement, ages: Ages) -> float:
     """Return a lower bound on the time of one cycle of mini-batches, for any order.
 
     Large schedules get a cheaper, less sharp bound.
-
-    Args:
-        flows, costs, placement, ages: the problem, as for `nwise.schedule.find.best_order`.
-        enough: time of a known schedule; the search ends at a bound that meets it. Default: none is known.
-        pairs: whether cycles through several ranks count, which takes most of the time and rarely gives more; default: True.
     """
     num_ranks, num_stages = 1 + max(placement), len(placement)
     known = resource_bound(flows, costs, placement)
@@ -96,22 +79,16 @@ def lower_bound(
     for k in held_back(flows, placement, ages):
         once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
         known = max(known, once / (1 + ages.oldest))
-    # For every rank and every start, `_jackson` compares all pairs of the rank's actions: once, or for each end.
+    # `_jackson` compares all pairs of a rank's actions, for every rank whose list begins and ends around them.
     per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
-    effort = num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2
-    # A path that ends at a rank may take as many calls as the oldest gradients of the rank.
-    calls = [
-        1 + max(age for age, rank in zip(ages.weights, placement, strict=True) if rank == r) for r in range(num_ranks)
-    ]
-    # From the start of rank a's list to its end takes at least least[a, a], and its next list starts after that: a cycle, whose
-    # mean no order can beat. A cycle through several ranks, a -> b -> a, is longer only where messages of one rank's path return
-    # over another rank. The longest cycle is usually that of a rank with itself, so all pairs of ranks come second.
-    for several in (False, True)[: 1 + pairs]:
-        if known >= enough * (1 - CLOSE) or effort * num_ranks**several > _MOST_EFFORT:
-            break
-        matrices = {batch: _least_times(batch, costs, placement, ages, pairs=several) for batch in set(flows)}
-        known = max(known, len(flows) * _longest_cycle([matrices[batch] for batch in flows], calls))
-    return known
+    if num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2 > _MOST_EFFORT:
+        return known
+    # From the start of rank a's list to its end takes at least least[a], and its next list starts after that: a cycle, whose mean
+    # no order can beat. A path that ends at a rank may take as many calls as the oldest gradients of the rank.
+    calls = np.ones(num_ranks)
+    np.maximum.at(calls, list(placement), 1.0 + np.array(ages.weights))
+    least = {batch: _least_times(batch, costs, placement, ages) for batch in set(flows)}
+    return max(known, _largest_mean([least[batch] for batch in flows], calls))
 
 
 def _least(price: Prices, action: Action, flow: Flow) -> float:
@@ -122,8 +99,8 @@ def _least(price: Prices, action: Action, flow: Flow) -> float:
     return time - price.overhead if shared else time
 
 
-def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ages: Ages, *, pairs: bool) -> Matrix:
-    """Return the least times from the start of rank a's list to the end of rank b's, ``[a, b]``; -inf without a path."""
+def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ages: Ages) -> Matrix:
+    """Return the least time from the start of every rank's list to its end, ``[rank]``."""
     # By its number every task comes after all that it needs. The updates come on top.
     graph = task_graph((batch,), placement)
     actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
@@ -144,14 +121,10 @@ def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ag
     _lengthen(heads, after, before, work[before] + lags)
     last = len(actions) - 1  # the first of those that are counted from the end
     _lengthen(tails[::-1], last - before, last - after, work[after] + lags)
-    least = np.full((num_ranks, num_ranks), -np.inf)
-    every = np.arange(num_ranks)
+    least = np.full(num_ranks, -np.inf)
     for s in range(num_ranks):
         here = ranks == s
-        # All ends b of one start a at a time; or all starts, each with itself as the end.
-        for a, b in [(np.full(num_ranks, one), every) for one in every] if pairs else [(every, every)]:
-            bound = _jackson(heads[here][:, a], work[here], tails[here][:, b])
-            least[a, b] = np.maximum(least[a, b], bound)
+        least = np.maximum(least, _jackson(heads[here], work[here], tails[here]))
     return least
 
 
@@ -228,19 +201,18 @@ def _jackson(heads: Matrix, work: Matrix, tails: Matrix) -> Matrix:
     return values
 
 
-def _longest_cycle(matrices: Sequence[Matrix], calls: Sequence[int]) -> float:
-    """Return the largest mean of a cycle, per call; 0 if there is none above 0.
+def _largest_mean(least: Sequence[Matrix], calls: Matrix) -> float:
+    """Return the largest time of a call of any rank.
 
     Args:
-        matrices: weight of the arc from every rank to every other, ``[cycle][rank, rank]``.
-        calls: number of calls that an arc to a rank takes.
+        least: least time of every rank's list, ``[cycle][rank]``.
+        calls: number of calls over which each rank's list may stretch, ``[rank]``.
     """
-    # A schedule with one action for every mini-batch and rank. The actions take no time but wait for each other.
-    cycle, size = len(matrices), len(calls)
-    waits: list[list[Wait]] = [[] for _ in range(cycle * size)]
-    for minibatch, matrix in enumerate(matrices):
-        for a, b in np.argwhere(matrix > -np.inf).tolist():
-            cycles, to = divmod(minibatch + calls[b], cycle)
-            waits[to * size + b].append((minibatch * size + a, float(matrix[a, b]), cycles))
-    lists = [[node] for node in range(cycle * size)]
-    return period(Clock(lists, [0.0] * len(lists), waits)) / cycle
+    # A cycle of 4 mini-batches whose lists stretch over 2 calls: the list of call 0 is followed by that of call 2, and that of
+    # call 1 by that of call 3. Each of the two chains needs the sum of its times.
+    means = [
+        times[first :: gcd(len(times), int(count))].mean() / count
+        for times, count in zip(np.transpose(least), calls, strict=True)
+        for first in range(gcd(len(times), int(count)))
+    ]
+    return float(max(means))

@@ -123,9 +123,9 @@ def durations(graph: TaskGraph, costs: Costs) -> list[float]:
     return [price[a.stage].time(a, graph.stage(task)) for task, a in enumerate(graph.tasks)]
 
 
-def make_clock(schedule: Schedule, costs: Costs) -> Clock:
+def make_clock(schedule: Schedule) -> Clock:
     """Return the clock of a schedule; its first nodes are the tasks of the graph."""
-    graph, lag = schedule.graph, costs.latency
+    graph, costs, lag = schedule.graph, schedule.costs, schedule.costs.latency
     late, time = graph.late, durations(graph, costs)
     waits = [
         [(n, lag if link else 0.0, late[task] - late[n]) for n, _, link in needs]

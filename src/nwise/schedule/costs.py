@@ -11,10 +11,11 @@ from nwise.checks import check_at_least
 from nwise.flow import StageFlow
 from nwise.schedule.actions import Action, Kind
 
-__all__ = ["PAPER", "TRANSFORMER", "Costs", "Prices", "prices"]
+__all__ = ["CLOSE", "PAPER", "TRANSFORMER", "TYPICAL", "Costs", "Prices", "prices"]
 
 Scalars = float | Sequence[float]
 
+CLOSE = 1e-9  # times that differ by less than this share are equal
 _LARGEST = 1e30  # keeps sums finite
 
 
@@ -25,7 +26,7 @@ class Row(NamedTuple):
         unit: its unit; devices of another speed change a ``"time"`` alone.
         each: of what it is the cost: of a ``"microbatch"``, so M micro-batches share that of a mini-batch, or of something else.
         pieces: how a stage has it from its pieces: their ``"sum"``, that of the ``"largest"``, that of the ``"last"``, which ends
-            the stage, or from the ``"path"`` through them (`nwise.schedule.partitions`); ``"link"`` if all stages share it.
+            the stage, or from the ``"path"`` through them (`nwise.planning.partitions`); ``"link"`` if all stages share it.
     """
 
     unit: Literal["time", "bytes", "share", "rate"]
@@ -166,6 +167,11 @@ def _divide(value: Scalars, by: int) -> Scalars:
 
 PAPER = Costs(forward=1, head=0, input_grad=1, weight_grad=0)
 """The paper's costs: one slot for a forward and for each loss's pass through a stage; heads and messages are free."""
+
+
+# A head of half a stage, messages and passes that are short but not free.
+TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05, overhead=0.02)
+"""Costs for the choice of an order without measurements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Kind
-from nwise.schedule.costs import Costs
 from nwise.schedule.schedule import Schedule
 
 __all__ = ["fixed_bytes", "peak_bytes"]
@@ -31,16 +30,15 @@ _Span = tuple[int, int, int, float]
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
 
 
-def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> tuple[float, ...]:
+def peak_bytes(schedule: Schedule, *, recompute: bool = False) -> tuple[float, ...]:
     """Return the peak memory of every rank in the steady state.
 
     Args:
-        schedule: the schedule.
-        costs: the sizes.
+        schedule: the schedule, whose costs have the sizes.
         recompute: whether a stage keeps only its input while its rank works on anything else, and runs its forward once more
             before its next pass, under a delay with the parameters of then.
     """
-    size = schedule.num_stages
+    size, costs = schedule.num_stages, schedule.costs
     kept, output, scratch = (costs.per_stage(f"{name}_bytes", size) for name in ("activation", "output", "scratch"))
     # The peak of every kind of action, by stage, beyond the memory in use before.
     forward = tuple(map(sum, zip(kept, output, scratch, strict=True)))
@@ -50,14 +48,14 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
         if kind.costs
     }
     peaks = []
-    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule, costs), strict=True):
+    for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule), strict=True):
         work = _Work(schedule, numbers, recompute)
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
         reruns = {first for spans in work.graphs.values() for first, _ in spans if work.actions[first].kind in PASSES}
         # In the steady state, a span that ends n cycles later is live n times when the list begins.
-        for first, last, cycles, num_bytes in work.spans(costs):
+        for first, last, cycles, num_bytes in work.spans():
             live += num_bytes * cycles
             begins[first] += num_bytes
             ends[last] += num_bytes
@@ -80,14 +78,13 @@ def peak_bytes(schedule: Schedule, costs: Costs, *, recompute: bool = False) -> 
     return tuple(peaks)
 
 
-def fixed_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+def fixed_bytes(schedule: Schedule) -> tuple[float, ...]:
     """Return every rank's memory that is always in use: parameters, their older versions and optimizer state.
 
     Args:
-        schedule: the schedule.
-        costs: the sizes.
+        schedule: the schedule, whose costs have the sizes.
     """
-    size = schedule.num_stages
+    size, costs = schedule.num_stages, schedule.costs
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
@@ -134,11 +131,11 @@ class _Work:
                 begun = None
         return spans
 
-    def spans(self, costs: Costs) -> Iterator[_Span]:
+    def spans(self) -> Iterator[_Span]:
         """Iterate over everything that is live for a while."""
         graph, actions, times = self._schedule.graph, self.actions, self._times
         activation, output, cotangent, gradient, head_gradient = (
-            costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
+            self._schedule.costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
         )
 
         def span(first: int, last: int, num_bytes: float) -> _Span:

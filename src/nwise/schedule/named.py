@@ -21,19 +21,30 @@ from nwise.checks import hint, warn
 from nwise.flow import Flows
 from nwise.schedule import orders
 from nwise.schedule.ages import Ages, message_ages
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import TYPICAL, Costs
 from nwise.schedule.graph import task_graph
-from nwise.schedule.orders import TYPICAL, RankRule, StageRule, make_schedule, schedule_by_rank
+from nwise.schedule.orders import RankRule, StageRule, make_schedule, schedule_by_rank
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
 from nwise.schedule.sweep import merge
 
 if TYPE_CHECKING:
-    from nwise.schedule.timing import Limit, Timed
+    from nwise.schedule.find import Limit
 
-__all__ = ["ORDERS", "RULES", "NamedOrder", "check_order", "choose", "named_schedule", "one_process"]
+__all__ = [
+    "BASELINES",
+    "ORDERS",
+    "RULES",
+    "SEVERAL_STAGES",
+    "NamedOrder",
+    "check_order",
+    "choose",
+    "named_schedule",
+    "one_process",
+    "stages_on",
+]
 
-Order: TypeAlias = "str | Schedule | Timed"
+Order: TypeAlias = "str | Schedule"
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class NamedOrder:
             the lists; None if it may not.
         placement: name of the placement that the pipeline is made for; default: contiguous.
         by_rank: function that also takes the placement and returns a list for every rank, or None for `rule`; default: none.
-        baseline: whether it is an end-to-end pipeline that planners compare strategies with (`nwise.schedule.baselines`);
+        baseline: whether it is an end-to-end pipeline that planners compare strategies with (`nwise.schedule.baseline`);
             default: False.
         strides: strides of skewed orders that the pipeline, as a baseline, may take if they are faster; default: none.
         any_cap: whether as a baseline it may have all micro-batches in flight if that is faster; default: False.
@@ -79,17 +90,28 @@ RULES: dict[str, NamedOrder] = {
     "zb-v": NamedOrder(_SPLIT, lambda stages: stages, "v", baseline=True),
 }
 ORDERS = ("best", *RULES)
+BASELINES = tuple(name for name, order in RULES.items() if order.baseline)
+# Those with two stages on a rank, or more.
+SEVERAL_STAGES = tuple(name for name in BASELINES if RULES[name].placement != "contiguous")
+
+
+def stages_on(devices: int, name: str) -> int:
+    """Return the number of stages of a method on a number of devices: two on each if it is made for several.
+
+    >>> stages_on(4, "zb-v"), stages_on(4, "2-wise")
+    (8, 4)
+    """
+    return devices * (2 if name in SEVERAL_STAGES else 1)
 
 
 def check_order(order: Order) -> str | Schedule:
-    """Return `order`, without its times; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
+    """Return `order`; raise ValueError or TypeError unless it is a schedule or one of `ORDERS`."""
     if isinstance(order, str):
         if order in ORDERS:
             return order
         raise ValueError(f"`schedule` should be one of {', '.join(ORDERS)}. Found {order!r}.{hint(order, ORDERS)}")
-    schedule = getattr(order, "schedule", order)
-    if isinstance(schedule, Schedule):
-        return schedule
+    if isinstance(order, Schedule):
+        return order
     raise TypeError(f"`schedule` should be a Schedule or one of {', '.join(ORDERS)}. Found {type(order).__name__}.")
 
 
@@ -144,17 +166,17 @@ def choose(
         from nwise.schedule.find import DoesNotFit, best_order  # most pipelines of one process search for nothing
 
         try:
-            return best_order(flows, costs, placement, ages, memory=memory).schedule
+            return best_order(flows, costs, placement, ages, memory=memory)
         except DoesNotFit as error:
             warn(f"{error} The pipeline runs the fastest order, whatever its memory.")
-            return best_order(flows, costs, placement, ages).schedule
+            return best_order(flows, costs, placement, ages)
     return named_schedule(order, flows, placement, ages, costs)
 
 
 def named_schedule(name: str, flows: Flows, placement: Placement, ages: Ages | None, costs: Costs) -> Schedule:
     """Return the schedule of one of `RULES`; see `choose`."""
     named = RULES[name]
-    if named.by_rank and (by_rank := schedule_by_rank(name, flows, named.by_rank, placement, ages)):
+    if named.by_rank and (by_rank := schedule_by_rank(name, flows, named.by_rank, placement, ages, costs)):
         return by_rank
     # One process keeps the order of every stage's list and merges the lists, whatever the bound on micro-batches in flight.
     cap = None if named.cap is None or max(placement) == 0 else min(named.cap(len(placement)), len(flows[0]))
@@ -169,4 +191,4 @@ def one_process(schedule: Schedule) -> Schedule:
     """
     graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
     lists = tuple((tuple(merge(graph, lists)),) for lists in schedule.lists)
-    return Schedule(schedule.order, graph, lists)
+    return Schedule(schedule.order, graph, lists, schedule.costs)

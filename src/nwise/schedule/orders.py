@@ -26,7 +26,7 @@ from operator import itemgetter
 from nwise.flow import Flow, Flows
 from nwise.schedule.actions import PASSES, Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages, message_ages
-from nwise.schedule.costs import Costs
+from nwise.schedule.costs import TYPICAL, Costs
 from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.placement import Placement, make_placement
 from nwise.schedule.schedule import Schedule, with_updates
@@ -40,10 +40,6 @@ Actions = tuple[Action, ...]
 StageRule = Callable[[BatchFlows, int], list[Actions]]
 # The same with the placement as well, to a list for every rank; None if the rule is not made for these.
 RankRule = Callable[[BatchFlows, int, Placement], list[Actions] | None]
-
-# Costs for the choice of an order without measurements: a head of half a stage, messages and passes that are short but not
-# free.
-TYPICAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.05, overhead=0.02)
 
 
 def make_schedule(
@@ -65,7 +61,7 @@ def make_schedule(
         rule: function from the flows of a mini-batch and its index in the cycle to a list for every stage.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass; default: 0.
-        costs: costs of one micro-batch, which decide how a rank alternates between several stages.
+        costs: costs of one micro-batch, which decide how a rank alternates between several stages; default: `TYPICAL`.
         cap: largest number of micro-batches in flight per stage, besides the mini-batches that wait for their delay, if list
             scheduling may reorder the lists; default: None, the order of the rule.
         graph: the task graph, if another schedule of the same computations has it; default: it is made.
@@ -85,17 +81,17 @@ def make_schedule(
         from nwise.schedule.greedy import ListScheduler  # few pipelines of one process need it
 
         [(_, calls)] = ListScheduler(graph, lists, costs, cap).run()
-    return with_updates(order, graph, calls)
+    return with_updates(order, graph, calls, costs)
 
 
 def schedule_by_rank(
-    order: str, flows: Flows, rule: RankRule, placement: Placement, ages: Ages | None = None
+    order: str, flows: Flows, rule: RankRule, placement: Placement, ages: Ages | None, costs: Costs
 ) -> Schedule | None:
     """Return the schedule of a rule that makes the list of every rank; None if it is not made for these arguments."""
     lists = [found for i, batch in enumerate(flows) if (found := rule(batch, i, placement)) is not None]
     if len(lists) < len(flows):
         return None
-    return with_updates(order, *_numbered(lists, flows, placement, ages or message_ages(flows)))
+    return with_updates(order, *_numbered(lists, flows, placement, ages or message_ages(flows)), costs)
 
 
 def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Callable[[float, int], Iterator[Schedule]]:
@@ -124,7 +120,7 @@ def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Cal
     def schedules(pace: float, cap: int) -> Iterator[Schedule]:
         with suppress(Deadlock):
             for ages, cycle in scheduler(cap).run(pace):
-                made = with_updates("paced", graph.aged(ages), cycle)
+                made = with_updates("paced", graph.aged(ages), cycle, costs)
                 if (key := (tuple(ages), made.lists)) not in known:
                     known.add(key)
                     yield made

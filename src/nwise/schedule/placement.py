@@ -3,7 +3,6 @@
 8 stages on 4 ranks    stage   0  1  2  3  4  5  6  7
 
 contiguous             rank    0  0  1  1  2  2  3  3     fewest messages
-balanced               rank    0  0  0  1  1  2  2  3     contiguous, the work of the busiest rank smallest
 interleaved            rank    0  1  2  3  0  1  2  3     interleaved 1F1B
 v                      rank    0  1  2  3  3  2  1  0     ZB-V and DualPipeV: rank 0 has the first stage and the last
 """
@@ -36,6 +35,11 @@ def parse_placement(text: str) -> str | list[int]:
 
 def check_name(placement: str) -> None:
     """Raise ValueError unless `placement` is one of `PLACEMENTS`."""
+    if placement == "balanced":
+        raise ValueError(
+            "`placement` should be ranks if the stages are unequal. Found 'balanced', which is gone; "
+            "`nwise.planning.assign.balanced` makes them by the work of the stages, and `nwise.plan` cuts the network itself."
+        )
     if placement not in PLACEMENTS:
         raise ValueError(
             f"`placement` should be one of {', '.join(PLACEMENTS)}, or a rank for every stage. Found {placement!r}."

@@ -1,10 +1,11 @@
-"""Schedules: for every call and rank the numbers of its tasks in order, which the runtime executes and simulators time."""
+"""Schedules: for every call and rank the numbers of its tasks in order. One value is validated, timed, bounded, drawn and run."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain, groupby
@@ -12,6 +13,7 @@ from itertools import chain, groupby
 from nwise.flow import Flows
 from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Action, Kind, transfer
 from nwise.schedule.ages import Ages
+from nwise.schedule.costs import CLOSE, TYPICAL, Costs
 from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.placement import Placement
 
@@ -25,11 +27,18 @@ class Schedule:
         graph: the tasks, and what each needs.
         lists: numbers of the tasks in order, ``[calls][ranks][tasks]``: for every call of the cycle a list for each rank, which
             ends with the updates of its stages.
+        costs: costs of one micro-batch, by which it is timed; default: `TYPICAL`.
+
+    >>> from nwise.schedule import PAPER, best
+    >>> schedule = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
+    >>> schedule.period, schedule.lower_bound, schedule.with_costs(replace(PAPER, latency=1)).period
+    (6.0, 6.0, 8.0)
     """
 
     order: str
     graph: TaskGraph
     lists: tuple[tuple[tuple[int, ...], ...], ...]
+    costs: Costs = TYPICAL
 
     @cached_property
     def flows(self) -> Flows:
@@ -151,6 +160,56 @@ class Schedule:
         tasks = self.graph.tasks
         return tuple(transfer(tasks[task], tasks[user]) for task, user in self.messages)
 
+    # Its times and bytes ----------------------------------------------------------------------------
+    #
+    # Most pipelines of one process ask for none of them, so what computes them is imported here.
+
+    def with_costs(self, costs: Costs) -> Schedule:
+        """Return the same lists with other costs."""
+        return replace(self, costs=costs)
+
+    @cached_property
+    def period(self) -> float:
+        """Exact time per mini-batch in the steady state; the mean over the cycle for a rotating strategy."""
+        return self.period_within(math.inf)
+
+    def period_within(self, limit: float) -> float:
+        """Return the period if it is at most `limit`; else some time above `limit`, which takes less time to find."""
+        from nwise.schedule.clock import make_clock
+        from nwise.schedule.period import period
+
+        cycle = len(self.flows)
+        return period(make_clock(self), limit * cycle) / cycle
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Lower bound on the time per mini-batch, for any order of these actions on these ranks."""
+        from nwise.schedule.bounds import lower_bound
+
+        return lower_bound(self.flows, self.costs, self.placement, self.ages) / len(self.flows)
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the period meets the lower bound, up to rounding."""
+        return self.period <= self.lower_bound * (1 + CLOSE)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time per mini-batch that every rank computes."""
+        from nwise.schedule.clock import durations
+
+        time = durations(self.graph, self.costs)
+        return tuple(sum(time[task] for task in tasks) / len(self.flows) for tasks in self.by_rank)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Peak memory of every rank (`nwise.schedule.memory`)."""
+        from nwise.schedule.memory import peak_bytes
+
+        return peak_bytes(self)
+
+    # Its messages -----------------------------------------------------------------------------------
+
     @cached_property
     def digest(self) -> str:
         """Hash of the tasks, of what they need, and of the lists, the same in every process."""
@@ -178,24 +237,6 @@ class Schedule:
                 now[a.stage] -= last[_microbatch(a)] == task
         return tuple(most)
 
-    @cached_property
-    def first_in_first_out(self) -> bool:
-        """Whether gradients are used in the order in which they are sent, on every link."""
-        tasks, ranks, place = self.graph.tasks, self.graph.ranks, self.place
-        links = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-        for task, user in self.messages:
-            if tasks[task].message is not None:
-                links[ranks[task], ranks[user]].append((task, user))
-
-        def names(messages: Iterable[tuple[int, int]]) -> list[object]:
-            return [tasks[task]._replace(minibatch=0, age=0) for task, _ in messages]
-
-        return all(
-            names(sorted(messages, key=lambda pair: place[pair[0]]))
-            == names(sorted(messages, key=lambda pair: (place[pair[1]], tasks[pair[0]].message)))
-            for messages in links.values()
-        )
-
 
 def _microbatch(action: Action) -> tuple[int, int, int]:
     return action.stage, action.microbatch, action.minibatch
@@ -207,6 +248,7 @@ def arrange(
     lists: Sequence[Iterable[Action]],
     placement: Placement = (),
     ages: Ages | None = None,
+    costs: Costs = TYPICAL,
 ) -> Schedule:
     """Return the schedule of hand-made lists.
 
@@ -216,6 +258,7 @@ def arrange(
         lists: computations of every rank in order; the updates of its stages, which end every call, are added.
         placement: rank of every stage; default: a rank for each.
         ages: age of every pass under the strategy; default: 0.
+        costs: costs of one micro-batch; default: `TYPICAL`.
 
     Raises:
         ValueError: a computation is missing, or unknown.
@@ -227,10 +270,10 @@ def arrange(
     graph = task_graph(flows, placement, ages, chain(*lists))
     numbers = [graph.numbers(actions) for actions in lists]
     calls = [[[n for n in rank if graph.call[n] == call] for rank in numbers] for call in range(len(flows))]
-    return with_updates(order, graph, calls)
+    return with_updates(order, graph, calls, costs)
 
 
-def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]]) -> Schedule:
+def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence[int]]], costs: Costs) -> Schedule:
     """Return the schedule of lists of computations, ``[calls][ranks]``, with the updates of every rank at the end of each."""
     # A stage's weights change once for each call, after everything else in it, so no pass sees half of an update.
     ends: list[list[list[int]]] = [[[] for _ in lists] for lists in calls]
@@ -241,12 +284,12 @@ def with_updates(order: str, graph: TaskGraph, calls: Sequence[Sequence[Sequence
         tuple((*tasks, *updates) for tasks, updates in zip(*both, strict=True))
         for both in zip(calls, ends, strict=True)
     ]
-    return Schedule(order, graph, tuple(lists))
+    return Schedule(order, graph, tuple(lists), costs)
 
 
 def check_schedule(schedule: object) -> None:
     """Raise TypeError unless `schedule` is a `Schedule`."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"`schedule` should be a Schedule, such as `best(...).schedule`. Found {type(schedule).__name__}."
+            f"`schedule` should be a Schedule, such as `nwise.schedule.best(...)`. Found {type(schedule).__name__}."
         )

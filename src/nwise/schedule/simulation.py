@@ -1,13 +1,10 @@
 """Simulation: the start and end of every action of some mini-batches, and numbers that follow from them.
 
-Stages run their lists as early as possible. Messages take a latency and, on links of finite bandwidth, queue up. Jitter
-multiplies the time of every computation by a random factor, drawn from a seed.
+Stages run their lists as early as possible. Messages take a latency and, on links of finite bandwidth, queue up.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
@@ -15,7 +12,6 @@ from itertools import chain, product
 from nwise.checks import check_at_least
 from nwise.schedule.actions import Action
 from nwise.schedule.clock import Clock, Times, make_clock
-from nwise.schedule.costs import Costs
 from nwise.schedule.schedule import Schedule, check_schedule
 
 __all__ = ["Event", "Message", "Timeline", "simulate"]
@@ -63,13 +59,11 @@ class Timeline:
 
     Args:
         schedule: the schedule that was run.
-        costs: costs of one micro-batch.
         clock: the clock of the schedule.
         runs: times of its nodes, for each pass through the lists.
     """
 
     schedule: Schedule
-    costs: Costs
     clock: Clock
     runs: list[Times]
 
@@ -98,7 +92,7 @@ class Timeline:
             earlier = graph.late[user] - graph.late[task]
             if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
                 sent, sender, receiver = self.runs[cycle - earlier], graph.tasks[task].stage, graph.tasks[user].stage
-                arrives = sent.end[transfers.get(task, task)] + self.costs.latency
+                arrives = sent.end[transfers.get(task, task)] + self.schedule.costs.latency
                 found.append(Message(sender, receiver, sent.end[task], arrives, times.start[user]))
         return found
 
@@ -132,54 +126,32 @@ def _batch(schedule: Schedule, task: int, cycle: int) -> int:
     return (cycle - schedule.graph.late[task]) * len(schedule.flows) + schedule.graph.tasks[task].minibatch
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Costs,
-    *,
-    cycles: int = 4,
-    jitter: float = 0.0,
-    seed: int = 0,
-) -> Timeline:
+def simulate(schedule: Schedule, *, cycles: int = 4) -> Timeline:
     """Simulate some mini-batches of a schedule.
 
     Args:
-        schedule: the schedule.
-        costs: costs of one micro-batch.
+        schedule: the schedule, with its costs.
         cycles: number of passes through the lists, each one mini-batch, or the cycle of a rotating strategy;
             default: 4.
-        jitter: size of the random factor ``exp(jitter z)`` of every computation, z standard normal; default: 0.
-        seed: seed of the jitter; default: 0.
 
     Raises:
-        ValueError: `jitter` or `cycles` is out of range, or the lists are in a deadlock.
+        ValueError: `cycles` is out of range, or the lists are in a deadlock.
         TypeError: `schedule` is not a `Schedule`.
 
     >>> from nwise.schedule import PAPER, best
-    >>> result = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
-    >>> simulate(result.schedule, PAPER).period == result.period == 6
+    >>> schedule = best("2-wise", num_stages=4, num_microbatches=2, costs=PAPER)
+    >>> simulate(schedule).period == schedule.period == 6
     True
     """
     check_at_least(1, cycles=cycles)
-    if not 0 <= jitter <= 10:
-        raise ValueError(f"`jitter` should be from 0 to 10. Found {jitter}.")
     check_schedule(schedule)
-    clock, numbers, size = make_clock(schedule, costs), random.Random(seed), len(schedule.graph.tasks)
+    clock, size = make_clock(schedule), len(schedule.graph.tasks)
     runs: list[Times] = []
     for cycle in range(cycles):
         # The first calls leave out the passes of mini-batches that do not exist: these take no time and wait for nothing.
         left_out = {task for task in range(size) if _batch(schedule, task, cycle) < 0}
         left_out |= {clock.transfers[task] for task in left_out & clock.transfers.keys()}
         times = [0.0 if node in left_out else time for node, time in enumerate(clock.duration)]
-        if jitter:
-            for task in chain(*schedule.by_rank):
-                times[task] *= math.exp(jitter * numbers.gauss(0, 1))
-        # A negative lag stands for the start of a node (`make_clock`), which jitter moves away from the end.
-        waits = [
-            [
-                (u, runs[-late].start[u] - runs[-late].end[u] if lag < 0 and late <= cycle else lag, late)
-                for u, lag, late in (() if node in left_out else waited)
-            ]
-            for node, waited in enumerate(clock.waits)
-        ]
+        waits = [[] if node in left_out else waited for node, waited in enumerate(clock.waits)]
         runs.append(replace(clock, waits=waits).run([one.end for one in reversed(runs)], times))
-    return Timeline(schedule, costs, clock, runs)
+    return Timeline(schedule, clock, runs)

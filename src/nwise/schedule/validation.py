@@ -56,7 +56,7 @@ def validate(schedule: Schedule) -> list[Buffer]:
     check_schedule(schedule)
     _check_ages(schedule.graph)
     _check_lists(schedule)
-    make_clock(schedule, _FREE).run()  # with free tasks a run asks only whether everything runs
+    make_clock(schedule.with_costs(_FREE)).run()  # with free tasks a run asks only whether everything runs
     return buffers(schedule)
 
 

@@ -23,8 +23,8 @@ from nwise.app.report.html import plotly
 from nwise.app.report.interchange import read_csv, write_csv
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
-from nwise.schedule import BASELINES, Timed, timed
-from nwise.schedule.baselines import timed_method
+from nwise.schedule import BASELINES, Schedule
+from nwise.schedule.find import method_schedule
 from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
 
@@ -81,7 +81,7 @@ class ScheduleCommand:
     ranks: int | None = None
     """Processes that share the stages; default: one for each."""
     placement: str | None = None
-    """Rank of each stage: contiguous, balanced (by the costs), interleaved, v, or like 0,1,1,0; default: the method's."""
+    """Rank of each stage: contiguous, interleaved, v, or like 0,1,1,0; default: the method's."""
     csv: Path | None = None
     """End-to-end schedule to read instead of `strategy`, in the CSV format of torch.distributed.pipelining: a row per rank, cells
     like 3F0."""
@@ -119,32 +119,31 @@ class ScheduleCommand:
             console.print(legend(pictures), soft_wrap=True)
         for picture in pictures if self.lists else ():
             console.say(f"\n{picture.title}")
-            for name, actions in zip(picture.rows, picture.timed.actions, strict=True):
+            for name, actions in zip(picture.rows, picture.schedule.actions, strict=True):
                 console.say(f"{name}: {' '.join(map(str, actions))}")
 
     def _pictures(self) -> Iterator[Picture]:
         _check_values(self, "strategy", "stages", "microbatches", "costs")
-        for costs, timed_schedule, title in self._methods() if self.csv is None else self._from_csv(self.csv):
-            schedule = timed_schedule.schedule
+        for costs, schedule, title in self._methods() if self.csv is None else self._from_csv(self.csv):
             size = len(schedule.graph.tasks) / len(schedule.flows) * self.batches
             if size > MOST:
                 raise ValueError(
                     f"A picture should have at most {MOST:,} actions. Found {size:,.0f} of {title}; draw fewer stages, "
                     "micro-batches or mini-batches."
                 )
-            yield Picture(title + (f", costs {costs}" if len(self.costs) > 1 else ""), timed_schedule, self.batches)
+            yield Picture(title + (f", costs {costs}" if len(self.costs) > 1 else ""), schedule, self.batches)
 
-    def _methods(self) -> Iterator[tuple[str, Timed, str]]:
+    def _methods(self) -> Iterator[tuple[str, Schedule, str]]:
         options: dict[str, Any] = {} if self.ranks is None else {"num_ranks": self.ranks}
         if self.placement is not None:
             options["placement"] = parse_placement(self.placement)
         ranks = "" if self.ranks is None else f" on {self.ranks} ranks"
         for text, stages, m, name in itertools.product(self.costs, self.stages, self.microbatches, self.strategy):
             options |= {"num_stages": stages, "num_microbatches": m, "costs": parse_costs(text)}
-            schedule = timed_method(name, self.order, **options)
+            schedule = method_schedule(name, self.order, **options)
             yield text, schedule, f"{name}, A = {stages}{ranks}, M = {m}"
 
-    def _from_csv(self, path: Path) -> Iterator[tuple[str, Timed, str]]:
+    def _from_csv(self, path: Path) -> Iterator[tuple[str, Schedule, str]]:
         for name in _NOT_WITH_CSV:
             if (given := getattr(self, name)) != getattr(ScheduleCommand, name):
                 raise ValueError(
@@ -153,13 +152,13 @@ class ScheduleCommand:
         schedule = read_csv(read_file(path, "csv"), path.stem)
         title = f"{path.name}, A = {schedule.num_stages} on {schedule.num_ranks} ranks, M = {schedule.num_microbatches}"
         for text in self.costs:
-            yield text, timed(schedule, parse_costs(text)), title
+            yield text, schedule.with_costs(parse_costs(text)), title
 
     def _write(self, pictures: list[Picture], out: Path) -> None:
         if out.suffix == ".csv" and len(pictures) > 1:
             raise ValueError(f"A CSV file should have one schedule. Found {len(pictures)}; give one of each option.")
         # Before a folder is made: only end-to-end schedules have this form.
-        csv = write_csv(pictures[0].timed.schedule) if out.suffix == ".csv" else ""
+        csv = write_csv(pictures[0].schedule) if out.suffix == ".csv" else ""
         out.parent.mkdir(parents=True, exist_ok=True)
         if out.suffix == ".html":
             write_pictures(pictures, out)
@@ -215,14 +214,14 @@ def _check_values(command: object, *names: str) -> None:
 
 
 def _as_json(picture: Picture) -> dict[str, Any]:
-    timed = picture.timed
+    schedule = picture.schedule
     return {
         "title": picture.title,
-        "order": timed.order,
-        "period": timed.period,
-        "lower_bound": timed.lower_bound,
-        "in_flight": list(timed.in_flight),
+        "order": schedule.order,
+        "period": schedule.period,
+        "lower_bound": schedule.lower_bound,
+        "in_flight": list(schedule.in_flight),
         "utilisation": list(picture.timeline.utilisation),
         "bubble": picture.timeline.bubble,
-        "lists": [list(map(str, actions)) for actions in timed.actions],
+        "lists": [list(map(str, actions)) for actions in schedule.actions],
     }

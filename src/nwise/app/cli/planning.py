@@ -15,14 +15,14 @@ from nwise.app.data import steps_per_epoch
 from nwise.app.recipes import recipe
 from nwise.app.training.build import measurable, pick_device
 from nwise.checks import check_at_least, check_limits
+from nwise.planning.assign import balanced
+from nwise.planning.partitions import stage_costs
 from nwise.planning.plans import STRATEGIES
 from nwise.planning.profiling import Profile, numbers_to_try, profile
 from nwise.progress import progress_bar
 from nwise.schedule import Costs, DoesNotFit
-from nwise.schedule.assign import balanced
-from nwise.schedule.baselines import method_flows
 from nwise.schedule.bounds import stage_work
-from nwise.schedule.partitions import stage_costs
+from nwise.schedule.find import method_flows
 from nwise.strategies import strategy
 
 _GIB = 2.0**30

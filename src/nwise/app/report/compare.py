@@ -102,8 +102,8 @@ def _slots(trainer: Trainer, steps: Sequence[float]) -> list[float]:
     rates = []
     for made, rule in spans(trainer.recipe.phases(trainer.steps_per_epoch), int(steps[-1])):
         m = trainer.recipe.microbatches
-        timed = best(rule, num_stages=trainer.pipe.num_stages, num_microbatches=m, costs=PAPER)
-        rates.append((made, timed.period))
+        schedule = best(rule, num_stages=trainer.pipe.num_stages, num_microbatches=m, costs=PAPER)
+        rates.append((made, schedule.period))
     return [sum(rate * max(0, min(step, made.stop) - made.start) for made, rate in rates) for step in steps]
 
 

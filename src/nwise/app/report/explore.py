@@ -16,8 +16,9 @@ from nwise.app.report.grid import Picture
 from nwise.app.report.html import asset, check_page, write_page
 from nwise.checks import check_at_least
 from nwise.planning.plans import is_late, same_gradients
-from nwise.schedule import BASELINES, Costs, Timed
-from nwise.schedule.baselines import known_method, stages_on, timed_method
+from nwise.schedule import BASELINES, Costs, Schedule
+from nwise.schedule.find import known_method, method_schedule
+from nwise.schedule.named import stages_on
 from nwise.strategies import EndToEnd, Local, strategy
 
 __all__ = ["Choices", "explore", "write_pictures"]
@@ -59,7 +60,7 @@ class Choices:
     latency: Sequence[float]
 
     def check(self) -> None:
-        """Raise early, before any schedule is timed, for choices that cannot be drawn.
+        """Raise early, before any schedule is schedule, for choices that cannot be drawn.
 
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
@@ -98,12 +99,12 @@ class Choices:
         sizes = (self.methods, self.stages, self.microbatches, self.costs, self.latency)
         return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
 
-    def time(self, place: Place) -> Timed:
+    def time(self, place: Place) -> Schedule:
         method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
         size = stages_on(stages, method)
         parts = costs.cut_in(size // stages)
-        return timed_method(method, num_stages=size, num_ranks=stages, num_microbatches=m, costs=parts)
+        return method_schedule(method, num_stages=size, num_ranks=stages, num_microbatches=m, costs=parts)
 
 
 def explore(
@@ -166,15 +167,15 @@ def _write(
 
 
 def _make_entry(picture: Picture) -> dict[str, Any]:
-    timed = picture.timed
+    schedule = picture.schedule
     return {
-        "period": six_digits(timed.period),
-        "lower_bound": six_digits(timed.lower_bound),
-        "optimal": timed.optimal,
-        "order": timed.order,
-        "in_flight": list(timed.in_flight),
+        "period": six_digits(schedule.period),
+        "lower_bound": six_digits(schedule.lower_bound),
+        "optimal": schedule.optimal,
+        "order": schedule.order,
+        "in_flight": list(schedule.in_flight),
         "rows": picture.rows,
         # A picture's simulation has too few mini-batches for this: the pipeline fills in the first, and empties in the last.
-        "utilisation": [six_digits(busy / timed.period if timed.period else 0.0) for busy in timed.busy],
+        "utilisation": [six_digits(busy / schedule.period if schedule.period else 0.0) for busy in schedule.busy],
         "bars": bars(picture.events, picture.row, picture.farthest_loss),
     }

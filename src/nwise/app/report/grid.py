@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.text import Text
 
 from nwise.app.report.figures import COLOURS, new_figure
-from nwise.schedule import Kind, Timed, Timeline, simulate
+from nwise.schedule import Kind, Schedule, Timeline, simulate
 from nwise.schedule.actions import PASSES
 from nwise.schedule.placement import Placement
 from nwise.schedule.simulation import Event, Message
@@ -39,26 +39,26 @@ class Picture:
 
     Args:
         title: title of the picture.
-        timed: the schedule.
+        schedule: the schedule.
         batches: number of mini-batches, starting with an empty pipeline.
     """
 
     title: str
-    timed: Timed
+    schedule: Schedule
     batches: int = 2
 
     @property
     def caption(self) -> str:
         """Order, period and bound of the schedule."""
-        timed = self.timed
-        optimal = "which is optimal" if timed.optimal else f"lower bound {timed.lower_bound:.6g}"
-        return f"order {timed.order}: {timed.period:.6g} per mini-batch, {optimal}"
+        schedule = self.schedule
+        optimal = "which is optimal" if schedule.optimal else f"lower bound {schedule.lower_bound:.6g}"
+        return f"order {schedule.order}: {schedule.period:.6g} per mini-batch, {optimal}"
 
     @cached_property
     def timeline(self) -> Timeline:
-        schedule = self.timed.schedule
+        schedule = self.schedule
         cycles = -(-(self.batches + schedule.oldest) // len(schedule.flows))
-        return simulate(schedule, self.timed.costs, cycles=max(1, cycles))
+        return simulate(schedule, cycles=max(1, cycles))
 
     @cached_property
     def events(self) -> list[Event]:
@@ -67,21 +67,21 @@ class Picture:
 
     @property
     def rows(self) -> list[str]:
-        return row_names(self.timed.schedule.placement)
+        return row_names(self.schedule.placement)
 
     def row(self, event: Event) -> int:
-        return self.timed.schedule.placement[event.action.stage]
+        return self.schedule.placement[event.action.stage]
 
     def name(self, event: Event) -> str:
         """Return the short name of an event: its stage, if a rank has several, its kind and its micro-batch."""
-        schedule, action = self.timed.schedule, event.action
+        schedule, action = self.schedule, event.action
         stage = str(action.stage) if schedule.num_ranks < schedule.num_stages else ""
         return f"{stage}{action.kind.value}{action.microbatch}"
 
     def farthest_loss(self, event: Event) -> int | None:
         """Return the loss that a backward pass comes from; of several, the farthest."""
         kind, k, m, q, minibatch, _ = event.action
-        return self.timed.schedule.flows[minibatch][m].stages[k].cotangent(q).far if kind in PASSES else None
+        return self.schedule.flows[minibatch][m].stages[k].cotangent(q).far if kind in PASSES else None
 
 
 def row_names(placement: Placement) -> list[str]:
@@ -156,7 +156,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     width = min(24.0, max(5.0, 0.26 * longest / shortest))
     heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
     # If M = 1, all numbers of micro-batches are 0; the grid then numbers mini-batches.
-    whole = [picture.timed.schedule.num_microbatches == 1 for picture in pictures]
+    whole = [picture.schedule.num_microbatches == 1 for picture in pictures]
     with new_figure(width, sum(heights) + 0.75, path) as figure:
         panels = figure.subplots(len(pictures), 1, squeeze=False, height_ratios=heights)[:, 0]
         for axes, picture, by_batch in zip(panels, pictures, whole, strict=True):
@@ -215,7 +215,7 @@ class Process(NamedTuple):
 def chrome_trace(pictures: Iterable[Picture]) -> dict[str, Any]:
     """Make a trace of simulated schedules, with a process for each."""
     return make_trace(
-        Process(f"{p.title}; {p.caption}", p.timed.schedule.placement, p.timeline.events, p.timeline.messages)
+        Process(f"{p.title}; {p.caption}", p.schedule.placement, p.timeline.events, p.timeline.messages)
         for p in pictures
     )
 

@@ -76,7 +76,7 @@ def write_csv(schedule: Schedule) -> str:
         ValueError: the schedule is of another strategy, or has a delay.
 
     >>> from nwise.schedule import Costs, baseline
-    >>> print(write_csv(baseline("1f1b", num_stages=2, num_microbatches=2, costs=Costs(1, 0, 1, 1)).schedule))
+    >>> print(write_csv(baseline("1f1b", num_stages=2, num_microbatches=2, costs=Costs(1, 0, 1, 1))))
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
     <BLANKLINE>

@@ -61,7 +61,7 @@ class Comparison:
         """Simulation of as many mini-batches as were measured."""
         turns = len(self.schedule.flows)
         steps = len({step for step, *_ in self.ranks[0]})
-        return simulate(self.schedule, self.costs, cycles=max(2, steps // turns))
+        return simulate(self.schedule.with_costs(self.costs), cycles=max(2, steps // turns))
 
     @cached_property
     def _all(self) -> list[Event]:

@@ -109,10 +109,10 @@ class _Page:
             return text + self._measured(str(index), run.name, measured)
         text += _PREDICTED
         for i, (first, strategy) in enumerate(run.phases):
-            timed = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
-            picture, place = Picture("", timed, _BATCHES), f"{index}-{i}" if i else str(index)
+            schedule = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
+            picture, place = Picture("", schedule, _BATCHES), f"{index}-{i}" if i else str(index)
             since = f", from step {first} on" if len(run.phases) > 1 else ""
-            text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {timed.period:.6g} slots.</p>"
+            text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {schedule.period:.6g} slots.</p>"
             title = f"{run.name}: predicted timeline of {strategy.name}"
             text += self._gantt(f"predicted-{place}", title, picture.events, "slots")
             text += self._utilisation(place, run.name, picture.rows, {"predicted": picture.timeline.utilisation})

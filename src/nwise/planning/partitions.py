@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nwise.flow import Flow, StageFlow
-from nwise.schedule.assign import Matrix
+from nwise.planning.assign import Matrix
 from nwise.schedule.costs import ROWS, Costs
 
 __all__ = ["Piece", "check_enough", "pieces_of", "stage_costs", "sums", "work"]
