@@ -55,7 +55,7 @@ class CpuGraph:
                 yield
         finally:
             torch.default_generator.set_state(state)
-            with torch.no_grad():  # by `data`, because later segments go back through the graphs of earlier ones
+            with torch.no_grad():  # by `data`, because a pass goes back through what is changed
                 for x, values in self.calls.before.values():
                     x.data.copy_(values)
                 for _, _, _, result in self.calls.calls:

@@ -77,19 +77,18 @@ def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
         return torch.tensor([time.perf_counter() + seconds], dtype=torch.float64)
 
     x, gradient, arrives = torch.randn(3, 2), torch.randn(3, 2), due(0.015)
-    tape.inputs = (x, arrives)
-    y, sent = stage.run(Action(Kind.FORWARD, 1, 0), tape)
+    y, sent = stage.run(Action(Kind.FORWARD, 1, 0), tape, {None: (x, arrives)})
     assert time.perf_counter() >= device.free
     assert device.free == pytest.approx(arrives.item() + 2 * slot, abs=1e-9)
     torch.testing.assert_close((y, sent), (module(x).detach(), torch.tensor([device.free + latency]).double()))
 
     (message,), arrives = tape.flow.cotangent(0).needed, due(0.015)
-    tape.messages[message] = (gradient, arrives)
-    back, sent = stage.run(Action(Kind.INPUT_GRAD, 1, 0, 0), tape)
+    given = {message: (gradient, arrives)}
+    back, sent = stage.run(Action(Kind.INPUT_GRAD, 1, 0, 0), tape, given)
     assert device.free == pytest.approx(arrives.item() + 3 * slot, abs=1e-9)
     torch.testing.assert_close((back, sent), (gradient @ module.weight, torch.tensor([device.free + latency]).double()))
     before = device.free
-    stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape)
+    stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape, given)
     torch.testing.assert_close(module.weight.grad, gradient.T @ x)
     assert device.free == pytest.approx(before + slot, abs=1e-9)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,17 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from launch import results
 from nwise.app.recipes import ConvNet, recipe
 from nwise.app.training import Trainer
 from nwise.capture import capture
-from nwise.flow import flows_for
 from nwise.program.arguments import capture_of
-from nwise.runtime.ledger import same as same_specs
-from nwise.runtime.post import messages_of
 from nwise.runtime.processes import Processes
-from nwise.schedule.named import choose
-from ranks import captured as ranks
 from recorder import CpuGraphs
 
 cross_entropy = nn.functional.cross_entropy
@@ -128,15 +121,6 @@ def test_captured_steps_are_bitwise_those_of_eager_ones(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert_equal(*(train(pipe, 9, target) for pipe in pipes))
     assert replays(pipes[1])
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow("three record the same")), 3])
-def test_several_processes_record_what_lies_between_their_messages(num_ranks: int, tmp_path: Path) -> None:
-    """Every bit is that of an eager step in one process; a rank that cannot replay does not disturb the others.
-
-    It takes seconds, because processes start.
-    """
-    ranks.check(results(num_ranks, "captured.py", tmp_path, str(num_ranks)))
 
 
 def test_recipe_with_capture_trains_the_same() -> None:
@@ -308,19 +292,6 @@ def test_losses_that_may_be_undefined_for_a_micro_batch_run_eagerly() -> None:
     assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
 
 
-def test_segments_by_hand() -> None:
-    """A rank's tasks between two messages, of two micro-batches end to end on two ranks."""
-    chosen = choose("gpipe", flows_for(nwise.strategy("end-to-end"), 2, 2), (0, 1))
-    names = []
-    for rank in range(2):
-        for receives, tasks, send in messages_of(chosen, rank, same_specs).segments[0]:
-            arcs = [arc.action for arc in (*receives, send) if arc is not None]
-            computed = [str(chosen.graph.tasks[task]) for task in tasks]
-            names.append(" ".join([*map(str, arcs[: len(receives)]), *computed, *map(str, arcs[len(receives) :])]))
-    assert names[:4] == ["F0(0) SX0(0)", "F0(1) SX0(1)", "RG0(0.0) W0(0)", "RG0(1.0) W0(1)"]
-    assert names[4:] == ["RX1(0) F1(0) H1(0)", "RX1(1) F1(1) H1(1) B1(0.0) SG1(0.0)", "B1(1.0) SG1(1.0)"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -339,9 +310,9 @@ def test_what_a_recording_would_leave_out_is_refused(
         pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
 
 
-def test_replicas_and_compression_are_refused() -> None:
-    processes = cast(Processes, SimpleNamespace(size=4, num_ranks=2))
-    with pytest.raises(ValueError, match="whole stages without replicas.* Found 4 processes for 2 ranks; start 2"):
+def test_several_processes_and_compression_are_refused() -> None:
+    processes = cast(Processes, SimpleNamespace(size=4))
+    with pytest.raises(ValueError, match="all stages in one process.* Found 4 processes; start one"):
         capture_of(processes, None)
     with pytest.raises(ValueError, match="Found `compress`"):
         pipelines(compress="bf16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from launch import results
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
 from nwise.capture import capture
 from nwise.planning.allocation import allocated
-from ranks import captured as ranks
 from recorder import CpuGraphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get("NWISE_REHEARSE", "")
@@ -198,14 +195,3 @@ def test_random_numbers_outside_stay_as_they_were() -> None:
     torch.manual_seed(3)
     losses_and_weights(pipe, torch.float32, steps=2)
     assert torch.equal(before, torch.rand(4, device=DEVICE))
-
-
-@pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.device_count() < 2 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1",
-    reason="needs two GPUs, or nccl that lets two processes share one",
-)
-def test_several_processes_record_what_lies_between_their_messages(tmp_path: Path) -> None:
-    """It takes seconds, because processes start."""
-    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
-    found = results(2, "captured.py", tmp_path, "2", environment={"NWISE_TEST_DEVICE": DEVICE})
-    ranks.check(found, device)

@@ -102,8 +102,8 @@ def test_recomputation_keeps_no_outputs_without_their_graph(strategy: str) -> No
     kept: list[bool] = []
 
     def look(action: Action) -> None:
-        assert pipe._pending is not None
-        tapes = pipe._pending.engine.tapes[0][action.stage]
+        assert pipe._engine is not None
+        tapes = pipe._engine.flying[0].tapes[action.stage]
         kept.append(any(tape.outputs and not tape.tracked and not tape.head_left for tape in tapes))
 
     pipe.on_action = look

@@ -199,5 +199,5 @@ def test_every_order_computes_the_same_gradients(name: str, order: str) -> None:
     if order != "best":  # which may split or fuse
         fuses = order not in ("nearest", "zb-h1", "zero-bubble", "zb-v") and not order.startswith("split")
         assert any(a.kind is Kind.BOTH for a in ran) == (fuses and name != "local")
-    assert pipe._pending is not None
-    assert not pipe._pending.engine.tapes
+    assert pipe._engine is not None
+    assert not pipe._engine.flying

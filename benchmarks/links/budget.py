@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,19 +98,19 @@ def pace(stage: Stage, price: Prices, device: Device, latency: float) -> None:
     #     I of stage k     (gradient, due)  ->  stage k - 1 likewise, when a pass first needs it
     run = stage.run
 
-    def paced(action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
-        moments = [0.0]
+    def paced(action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True) -> Cotangents:
+        moments, plain = [0.0], dict(given)
         if action.kind is Kind.FORWARD and stage.index:
-            *inputs, due = tape.inputs
-            tape.inputs = tuple(inputs)
+            *inputs, due = given[None]
+            plain[None] = tuple(inputs)
             moments.append(float(due))
         elif action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD, Kind.BOTH):
             for p in tape.flow.cotangent(action.message).needed:
-                gradient, *dues = tape.messages[p]
-                tape.messages[p] = (gradient,)
+                gradient, *dues = given[p]
+                plain[p] = (gradient,)
                 moments += [float(due) for due in dues if due is not None]
         slots = price.time(Action(action.kind, stage.index, 0), tape.flow)
-        made = run(action, tape, continued=continued)
+        made = run(action, tape, plain, continued=continued)
         device.work(slots, received=max(moments))
         sends = stage.index + 1 < STAGES if action.kind is Kind.FORWARD else action.message is not None
         return (*made, torch.tensor([device.free + latency], dtype=torch.float64)) if sends else made

@@ -155,13 +155,14 @@ def measure(world: Processes, case: Case) -> Measured:
         device.start()
         moments = [0.0]
         for _ in range(settle + count):
+            engine.follow(schedule, step)
             engine.run(schedule, step, batch)
             sent = [total + now for total, now in zip(sent, engine.sent, strict=True)]
             moments.append(time.perf_counter())
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
     engine.forget()
-    engine.mail.close()
+    engine.mailbox.close()
     every = world.gather("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.gather("ceiling", _ceiling(schedule, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,22 +102,23 @@ class VirtualStage(Stage):
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
 
-    def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Cotangents:
+    def run(self, action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True) -> Cotangents:
         """Take the time of an action; make a message as large as the stage's input."""
         flow, due = tape.flow, 0.0
         before, after = self._links
         if action.kind is Kind.FORWARD:
             if self.index:
+                tape.inputs = given[None]
                 due = _due(before, tape.inputs)
             else:
                 # An output of its own, cloned once: the caller's batch would have to be copied to be sent.
-                self._own = tape.inputs[0].clone() if self._own is None else self._own
+                self._own = given[None][0].clone() if self._own is None else self._own
                 tape.inputs = (self._own,)
         elif action.kind is Kind.HEAD:
             tape.batch.losses[self.index, tape.microbatch] = torch.zeros(())
         else:
             tape.passes_left -= 1
-            messages = [tape.messages[p][0] for p in flow.cotangent(action.message).needed]
+            messages = [given[p][0] for p in flow.cotangent(action.message).needed]
             due = _due(after, [one for one in messages if one is not None]) if messages else 0.0
         self._device.work(self._price.time(Action(action.kind, self.index, 0), flow), received=due)
         output: Cotangents = ()

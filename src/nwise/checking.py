@@ -199,12 +199,13 @@ class Twin:
         """Run the stage's tasks as the engine does."""
         values, batch, schedule = self._begin(), self._batch(work), self._received.schedule
         tapes = self._stage.tapes(schedule, self._received.number % len(schedule.flows), batch)
-        for one in work:
-            tapes[one.microbatch].inputs = one.inputs
-            tapes[one.microbatch].messages = {q: clones(message) for q, message in one.messages.items()}
+        given = {
+            one.microbatch: {None: one.inputs, **{q: clones(message) for q, message in one.messages.items()}}
+            for one in work
+        }
         for task in self._received.tasks[self._k]:
             action, continued = schedule.graph.tasks[task], task in schedule.continued
-            made = self._stage.run(action, tapes[action.microbatch], continued=continued)
+            made = self._stage.run(action, tapes[m := action.microbatch], given[m], continued=continued)
             if action.message is not None:
                 self._send(values, action.message, action.microbatch, made)
         return self._end(values, batch, work)
@@ -227,7 +228,7 @@ class Twin:
             if one.flow.head:
                 with kept(values_of(self._buffers)):
                     roots.append(batch.draws.run(("head", k, m), roots[0].device, stage.loss, tape.outputs, one.target))
-                stage.run(Action(Kind.HEAD, k, m), tape)
+                stage.run(Action(Kind.HEAD, k, m), tape, {})
             ends = {node.variable for node in nodes_of(roots) if hasattr(node, "variable")}
             values.leaves |= ends - {p for p, *_ in self._parameters} - {*tape.inputs}
             after, passes = values_of(own), list(single_passes(one.flow))
@@ -238,7 +239,8 @@ class Twin:
                 kind = Kind.WEIGHT_GRAD if q is None else Kind.INPUT_GRAD if flow.fused is None else Kind.BOTH
                 # An I leaves gradients of parameters to other passes.
                 with gradients_aside([p for p, *_ in self._parameters] if kind is Kind.INPUT_GRAD else []):
-                    made = stage.run(Action(kind, k, m, None if q is None else 0), fresh)
+                    messages = {p: clones(message) for p, message in one.messages.items()}
+                    made = stage.run(Action(kind, k, m, None if q is None else 0), fresh, messages)
                 self._send(values, q, m, made if q is not None else ())
             if len(passes) != 1:  # otherwise a backward may move buffers, as in plain autograd
                 restore(after)
@@ -283,12 +285,11 @@ class Twin:
 
     def _forward(self, one: Work, flow: StageFlow, batch: Batch) -> Tape:
         """Run a forward, for one pass."""
-        messages = {q: clones(message) for q, message in one.messages.items()}
-        tape = Tape(flow, batch, one.microbatch, 1, Weights(self._stage.learns), one.inputs, messages)
+        tape = Tape(flow, batch, one.microbatch, 1, Weights(self._stage.learns))
         # Under Hogwild, parameters in memory are read by hooks, which those of a block that runs again would hide.
         in_memory = self._received.schedule.oldest and not self._received.schedule.ages.stashes
         with disable_saved_tensors_hooks(NO_HOOKS) if in_memory else nullcontext():
-            self._stage.run(Action(Kind.FORWARD, self._k, one.microbatch), tape)
+            self._stage.run(Action(Kind.FORWARD, self._k, one.microbatch), tape, {None: one.inputs})
         return tape
 
     def _begin(self) -> Values:

@@ -24,7 +24,6 @@ from nwise.runtime.compression import Compression, fingerprint, parse_compressio
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
 from nwise.runtime.modules import build_modules
-from nwise.runtime.pending import Pending
 from nwise.runtime.processes import join
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
@@ -132,7 +131,7 @@ class Pipeline(Program):
         self._terms = make_terms(losses)
         self._capture = arguments.capture_of(self.processes, self._compression) if capture else None
         self._begins = True  # whether the next step is the first, or one that a check makes
-        self._pending: Pending | None = None
+        self._engine: Engine | None = None
         self._structure: Structure | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
         self._warn_of_windows()
@@ -174,7 +173,7 @@ class Pipeline(Program):
             return made
 
         given = as_inputs(inputs, named, "The input")
-        self._connected(given).engine.infer(given, self.steps, forward)
+        self._connected(given).infer(given, self.steps, forward)
         return outputs
 
     def exit(self, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor) -> Answers:
@@ -227,13 +226,13 @@ class Pipeline(Program):
         batch = inputs, named, target, microbatches, targets
         parts = cut_batch(*batch, m, processes.num_replicas, self._stages[0].module)
         structure = self._survey()
-        schedule, pending = self._next_schedule(structure), self._connected(parts.inputs[0])
-        pending.engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
+        schedule, engine = self._next_schedule(structure), self._connected(parts.inputs[0])
+        engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         if self._begins:
             check_first(processes, parts, self.named_parameters(), schedule)
             self._begins = False
         seed, judge = derive(self._seed, number), None if self._checks == "never" else self._judge
-        step = Step(number, seed, parts, self._terms, schedule, structure, pending, self.on_action, judge)
+        step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
         results = self._capture.run(step) if self._capture else step.run(Draws(seed, processes.replica * m))
         self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
         self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
@@ -246,10 +245,10 @@ class Pipeline(Program):
 
         After the last step, call it and update until it returns False. All processes call it equally often.
         """
-        if self._pending is None:
+        if self._engine is None:
             return False
         with preserved(self._device()):
-            drained = self._pending.drain()
+            drained = self._engine.drain()
             self._judge()
         return drained
 
@@ -263,7 +262,7 @@ class Pipeline(Program):
         """
         self._survey()
         with preserved(self._device()):
-            return [] if self._pending is None else self._pending.complete()
+            return [] if self._engine is None else self._engine.complete()
 
     def restore_pending(self, gradients: Sequence[Gradients]) -> bool:
         """Make the next steps add the gradients that `pending_gradients` returned at this step; all processes call it together.
@@ -278,13 +277,13 @@ class Pipeline(Program):
     @property
     def has_pending(self) -> bool:
         """Whether gradients are due under a delay."""
-        return self._pending is not None and self._pending.has_some
+        return self._engine is not None and self._engine.has_pending
 
     @property
     def bytes_per_step(self) -> dict[str, list[int]]:
         """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
-        if self._pending is not None:
-            return self._pending.engine.bytes_of_last_step
+        if self._engine is not None:
+            return self._engine.bytes_of_last_step
         raise RuntimeError("`bytes_per_step` should be read after a step. Found none so far; call `step` first.")
 
     def close(self) -> None:
@@ -293,7 +292,7 @@ class Pipeline(Program):
 
     def forget_pending(self, because: str = "") -> int:
         """Drop the mini-batches whose gradients are still due; all processes call it. Return their number; with a cause, warn."""
-        return 0 if self._pending is None else self._pending.forget(because)
+        return 0 if self._engine is None else self._engine.forget(because)
 
     def discard_heads(self) -> None:
         """Drop all heads once the strategy needs none, as the paper does when it changes to end-to-end.
@@ -329,7 +328,7 @@ class Pipeline(Program):
 
     def _judge(self) -> None:
         """Compare the step that waits for it, if all its gradients are there."""
-        engine = self._connected(()).engine
+        engine = self._connected(())
         received = engine.received
         if received is None or engine.next <= received.last:
             return
@@ -364,13 +363,12 @@ class Pipeline(Program):
     def _device(self, like: Tensor | None = None) -> torch.device | None:
         return next((p.device for p in self.parameters()), None if like is None else like.device)
 
-    def _connected(self, inputs: Tensors) -> Pending:
-        """Return the engine of this process's stages, in `Pending`; all processes make the first call together, to connect."""
-        if self._pending is None:
+    def _connected(self, inputs: Tensors) -> Engine:
+        """Return the engine of this process's stages; all processes make the first call together, to connect."""
+        if self._engine is None:
             device, stages = self._device(*inputs[:1]), [self._stages[k] for k in self.processes.here]
-            engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
-            self._pending = Pending(engine, self.processes, stages)
-        return self._pending
+            self._engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
+        return self._engine
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
@@ -379,12 +377,12 @@ class Pipeline(Program):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:
             self.forget_pending("the pipeline was moved or cast")
-            self._pending = self._pending if self.processes.size > 1 else None
+            self._engine = self._engine if self.processes.size > 1 else None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to copy or pickle, without mini-batches whose gradients are still due under a delay."""
-        return {**self.__dict__, "_pending": None, "_structure": None, "_chosen": None}
+        return {**self.__dict__, "_engine": None, "_structure": None, "_chosen": None}
 
 
 def _forget(pipe: Pipeline, _: object) -> None:  # a function, because a method would keep the pipeline alive

@@ -49,9 +49,6 @@ class Draws:
         seed_all(self.seed_of(part), device)
         return function(*arguments)
 
-    def next_segment(self) -> None:
-        """Turn to what the rank computes after a message; a step begins with its first segment."""
-
     def seed_of(self, part: Part) -> int:
         """Return the seed of a part."""
         what, stage, microbatch = part

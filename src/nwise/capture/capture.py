@@ -4,12 +4,7 @@
     a step      recorded, replayed
     the others  batch --copy--> [ replay ] --> gradients, losses
 
-One process replays one graph. One of several replays what it computes between its messages, a segment, as one graph each::
-
-    rank 0      [ replay ] --copy--> message        message --copy--> [ replay ]
-    rank 1                 message --copy--> [ replay ] --copy--> message
-
-The messages are those of an eager step. So each rank decides alone whether it records, replays or runs eagerly.
+A pipeline of one process is captured, a step in one graph.
 
 Each kind of step has a recording of its own: the place in a strategy's cycle, the shapes of the batch, the dtype of autocast. A
 change of modules or of what is trained makes all recordings again.
@@ -23,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -35,7 +30,6 @@ from nwise.checks import warn
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.randomness import Draws, Part, kept, random_states
-from nwise.runtime.mail import Memory
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.stage.graph import gradients_aside
@@ -50,13 +44,12 @@ _MANY = 100  # steps of a kind after which a change was worth its recording
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded step: its graphs, and the memory that they read and write at each replay."""
+    """A recorded step: its graph, and the memory that it reads and writes at each replay."""
 
-    #     batch --> inputs ------> [ segments ] ----> gradients --> .grad
-    #     other ranks <--> memory <--^    `---------> results, whose values lie in one tensor
-    segments: Sequence[Seeded]
+    #     batch --> inputs ---> [ graph ] ---> gradients --> .grad
+    #                                `-------> results, whose values lie in one tensor
+    graph: Seeded
     inputs: Sequence[Tensor]
-    memory: Memory
     gradients: Sequence[Tensor | None]  # of each trainable parameter
     results: Results
     values: Tensor
@@ -67,7 +60,7 @@ class StepKind:
     """Steps of one kind."""
 
     steps: int = 0  # that have run or were replayed
-    drawing: Sequence[Counter[Part]] = ()  # the parts that draw random numbers, and how often in each segment
+    drawing: Counter[Part] = field(default_factory=Counter)  # how often each part draws random numbers
     recording: Recording | None = None
 
 
@@ -151,9 +144,8 @@ class Capture:
         try:
             with kept(random_states()), gradients_aside(learns):
                 _refuse_other_devices(step)
-                memory = step.engine.mail.memory(step.schedule, step.number, step.parts.inputs)
                 with draws:
-                    results = step.record(parts, draws, memory)
+                    results = step.record(parts, draws)
                     values = torch.cat([x.reshape(-1).to(results.means) for x in _outputs(results)])
                 gradients = [p.grad for p in learns]
         except Exception as error:
@@ -163,7 +155,7 @@ class Capture:
         finally:
             torch.clear_autocast_cache()
         read = [x for x in _tensors(parts) if x is not None]
-        return Recording(draws.segments, read, memory, gradients, results, values)
+        return Recording(draws.graph, read, gradients, results, values)
 
     def _look(self, step: Step) -> None:
         """Take the present modules as those that the next steps are recorded with; earlier recordings are forgotten."""
@@ -216,10 +208,6 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
     learns, draws = step.structure.learns, Draws(step.seed)
     before = [p.grad for p in learns]
 
-    def launch(i: int) -> None:
-        graph, parts = recording.segments[i]
-        graph.replay([draws.seed_of(part) for part in parts])
-
     with torch.no_grad():
         for target, source in zip(recording.inputs, given, strict=True):
             target.copy_(source, non_blocking=True)
@@ -231,8 +219,10 @@ def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Result
         #     this memory     new over before        new + a copy of before
         pairs = zip(recording.gradients, before, strict=True)
         kept = [old.clone() if old is not None and _in_one_place(old, g) else None for g, old in pairs]
-        with step.pending.around(step.schedule, step.number):
-            step.engine.replay(step.schedule, step.number, step.parts.inputs, recording.memory, launch)
+        step.engine.follow(step.schedule, step.number)
+        graph, parts = recording.graph
+        graph.replay([draws.seed_of(part) for part in parts])
+        step.engine.next = step.number + 1
         for p, old, new, own in zip(learns, before, recording.gradients, kept, strict=True):
             if new is not None:
                 p.grad = new if old is None else old.add_(new if own is None else own)

@@ -6,9 +6,6 @@ reads, and what comes out is in tensors that it writes::
     record    Python --> kernels at their addresses, none of which runs
     replay               kernels at their addresses, in one launch
 
-What a rank computes between two messages is a segment, with a graph of its own. Nothing runs while a step is recorded, so nothing
-is sent either: the segments are recorded one after the other, and a failure does not concern the other ranks.
-
 Random numbers come from streams: each part of a step that draws has its own generator, which gets a new seed for each replay.
 """
 
@@ -53,7 +50,7 @@ class CudaGraph:
             self._graph.register_generator_state(stream)
         # Other threads may go on, such as those that pin the memory of the next batch.
         mode = "thread_local"
-        # Torch warns of a segment that launches nothing, such as that of a stage that only reshapes.
+        # Torch warns of a graph that launches nothing.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             try:
                 with torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode=mode), Reads():
@@ -123,65 +120,50 @@ def has_drawn(device: torch.device, seed: int) -> bool:
 
 
 class Observed(Draws):
-    """Notes which parts draw random numbers on the device: `drawing` has them, and how often, for each segment."""
+    """Notes which parts draw random numbers on the device: `drawing` has them, and how often."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.drawing: list[Counter[Part]] = [Counter()]
+        self.drawing = Counter[Part]()
 
     def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         made = super().run(part, device, function, *arguments)
         if has_drawn(device, self.seed_of(part)):
-            self.drawing[-1][part] += 1
+            self.drawing[part] += 1
         return made
-
-    def next_segment(self) -> None:
-        self.drawing.append(Counter())
 
 
 class Recorded(Draws):
-    """Records the body, segment after segment. Each part draws from its own stream; a part that draws from the CPU is refused.
+    """Records the body. Each part draws from its own stream; a part that draws from the CPU is refused.
 
-    `drawing` is that of `Observed`, and `segments` are the graphs so far.
+    `drawing` is that of `Observed`, and `graph` is what has been recorded.
     """
 
-    def __init__(self, graphs: CudaGraphs, drawing: Sequence[Counter[Part]]) -> None:
+    def __init__(self, graphs: CudaGraphs, drawing: Counter[Part]) -> None:
         super().__init__()
-        self._graphs, self._drawing = graphs, drawing
-        self.segments: list[Seeded] = []
-        self._open, self._streams = ExitStack(), dict[Part, list[int]]()
-        self._part = ""
-
-    def __enter__(self) -> Self:
-        self._begin_segment()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
-
-    def next_segment(self) -> None:
-        """End a segment, and begin the next one."""
-        self._open.close()
-        self._begin_segment()
-
-    def _begin_segment(self) -> None:
         # What draws though it has not drawn before gets a stream that is the same for all:
         #
         #     drawing    {stage 1 of micro-batch 0: 2, its head: 1}
         #     streams    0: other    1 and 2: stage 1, which draws twice    3: the head
-        drawing = self._drawing[len(self.segments)]
         parts: list[Part] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}
-        self._graph = self._graphs.new()
-        self.segments.append((self._graph, parts))
-        self._open.enter_context(self._graph.recording(len(parts)))
+        self.graph: Seeded = graphs.new(), parts
+        self._open, self._part = ExitStack(), ""
+
+    def __enter__(self) -> Self:
+        graph, parts = self.graph
+        self._open.enter_context(graph.recording(len(parts)))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         what, stage, _ = part
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
         states = self._present(device)
         streams = self._streams.get(part)
-        self._graph.draw_from(streams.pop(0) if streams else 0)
+        self.graph[0].draw_from(streams.pop(0) if streams else 0)
         made = function(*arguments)
         if states != self._present(device):
             raise NotRecordableError("draws random numbers on the CPU")

@@ -184,9 +184,9 @@ def _action_overhead() -> float:
     batch = Batch([(x,)], [(x,)], [[0.0]])
 
     def both() -> None:
-        tape = Tape(_ALONE, batch, 0, _ALONE.passes, Weights(stage.learns), (x,))
+        tape = Tape(_ALONE, batch, 0, _ALONE.passes, Weights(stage.learns))
         for kind in (Kind.FORWARD, Kind.HEAD, Kind.WEIGHT_GRAD):
-            stage.run(Action(kind, 0, 0), tape)
+            stage.run(Action(kind, 0, 0), tape, {None: (x,)})
 
     return statistics.median(timeit.repeat(both, number=1, repeat=20)) / 2
 

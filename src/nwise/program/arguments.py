@@ -257,15 +257,14 @@ def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[st
 
 def capture_of(processes: Processes, compression: object) -> Capture:
     """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
-    size, ranks = processes.size, processes.num_ranks
     others = {
-        f"{size} processes for {ranks} rank{'s' * (ranks > 1)}; start {ranks}": size > ranks,
+        f"{processes.size} processes; start one, or leave `capture` out": processes.size > 1,
         "`compress`; leave it out": compression is not None,
     }
     if any(others.values()):
         found = next(name for name, is_given in others.items() if is_given)
         raise ValueError(
-            "A captured pipeline should have whole stages without replicas, and messages without compression. "
+            "A captured pipeline should have all stages in one process, and messages without compression. "
             f"Found {found}."
         )
     from nwise.capture.capture import Capture

@@ -1,15 +1,16 @@
 """The runtime, which executes schedules in one process or several::
 
     step, structure                     a step as a whole or not at all, and what it may change
+    work                                a rank's part of a schedule
     engine, due                         the calls of a rank, and gradients that are due in later ones
-    mail                                the messages between two segments of a call: none in one process
+    mailbox                             results on their way from the task that makes them to those that read them
     processes, launch, modules          which stages are where
     compression, shapes                 what travels
 
 Several processes also load::
 
     world, watch                        the exchange between ranks, and their errors
-    post, channel, ledger               messages: those of a rank, on their way, and what both ends know of them
+    post, channel, ledger               the mailbox of several processes: messages, and what both ends know of them
     replicas                            the sums of gradients
 """
 

@@ -1,29 +1,40 @@
 """The engine: runs the calls of one rank.
 
+A task has an age, and a store keeps the mini-batches in flight. A task of age a works in call c on mini-batch c - a, and is
+skipped if there is none. So the first calls, the last ones and a resume are one rule. A delay of one::
+
+    call            0     1     2     3, by `drain`
+    forwards        F 0   F 1   F 2   .
+    passes          .     W 0   W 1   W 2
+    in flight       0     0 1   1 2   2
+
 One process is one rank with all stages. A rank waits only for messages: it begins its next call as soon as its own list is done.
-The engine computes; its mail (`nwise.runtime.mail`) brings what a segment of its list needs from other ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import torch
 
+from nwise.checks import warn
 from nwise.microbatch import Batch
-from nwise.randomness import Draws
+from nwise.modes import autocast_dtype
 from nwise.runtime.compression import Compression, Wire
-from nwise.runtime.mail import Memory, Tell
+from nwise.runtime.due import DueGradients, Gradients, copied
+from nwise.runtime.mailbox import Minibatch, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.received import Received
+from nwise.runtime.structure import restored_on_error
+from nwise.runtime.work import Work, work_of
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
-from nwise.stage.stage import Stage
-from nwise.stage.tape import Tape
+from nwise.stage.graph import gradients_aside
+from nwise.stage.stage import Stage, learning
 from nwise.tensors import Tensors, each
 
 __all__ = ["Engine"]
@@ -39,7 +50,7 @@ class Engine:
 
     Args:
         processes: the processes.
-        stages: this rank's stages.
+        stages: this rank's stages, also an attribute.
         device: device of the stages' tensors.
         compression: compression of all messages between two stages; default: none.
 
@@ -47,8 +58,8 @@ class Engine:
         recorder: None, or a function called with the start and end of every action.
         received: None, or what keeps what the stages receive in a step that is compared (`nwise.checking`).
         sent: bytes that the last step sent as activations and as gradients.
-        mail: the messages from and to other ranks.
-        tapes: those of the mini-batches with passes to come, by number, stage and micro-batch.
+        mailbox: results on their way, from and to other ranks too.
+        flying: the mini-batches with passes to come, by number.
         next: number of the call that follows the last one.
     """
 
@@ -61,143 +72,237 @@ class Engine:
     ) -> None:
         self.recorder: Recorder | None = None
         self.received: Received | None = None
-        self.sent, self.device = [0, 0], device
-        self._processes, self._stages = processes, {stage.index: stage for stage in stages}
+        self.sent, self.device, self.stages = [0, 0], device, stages
+        self._processes, self._by_index = processes, {stage.index: stage for stage in stages}
         self._wire = Wire(compression)
-        self.mail = processes.mail(self._stages, self._wire, device)
-        self.tapes: dict[int, Mapping[int, Sequence[Tape]]] = {}
+        self.mailbox = processes.mailbox(self._by_index, self._wire, device)
+        self.flying: dict[int, Minibatch] = {}
         self.next = 0
+        self._due = DueGradients()
+        self._schedule: Schedule | None = None  # that of the mini-batches in flight
+        self._work = Work((), (), {})
+        self._autocast: torch.dtype | None = None  # of the last step
+        processes.before_close(self._close)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether gradients are due."""
+        return bool(self.flying or self._due)
 
     @property
     def bytes_of_last_step(self) -> dict[str, list[int]]:
         """The bytes of activations and of gradients that the last step sent, and those that its mini-batch should send."""
-        return {"measured": self.sent, "predicted": self.mail.predicted}
+        return {"measured": self.sent, "predicted": self.mailbox.predicted}
 
-    def run(self, schedule: Schedule, step: int, batch: Batch, on_action: OnAction = None) -> None:
+    # Calls ------------------------------------------------------------------------------------------
+
+    def run(self, schedule: Schedule, number: int, batch: Batch, on_action: OnAction = None) -> None:
         """Run one call: the forwards of a mini-batch, and the passes that are due; fill every ``.grad`` of this rank.
 
+        An error drops all mini-batches in flight.
+
         Args:
-            schedule: the schedule of all ranks.
-            step: number of the mini-batch.
+            schedule: the schedule of all ranks, which `follow` has begun.
+            number: number of the mini-batch.
             batch: the data; only the first stage uses the values of `inputs`, other ranks their shapes.
             on_action: function called after each action, or None.
 
         Raises:
             RankError: this or another rank failed.
         """
-        if schedule.oldest:
-            # The last passes come in a later call, when the caller may have reused the memory of the batch.
-            batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
-        with self._call(schedule, step, self._add(schedule, step, batch)):
-            self._compute(schedule, step, batch.draws, _teller(self._processes, step, self.recorder, on_action))
+        with self._lost_on_error():
+            if schedule.oldest:
+                self._autocast = autocast_dtype(self.device)
+                # The last passes come in a later call, when the caller may have reused the memory of the batch.
+                batch = replace(batch, inputs=[each(inputs, torch.clone) for inputs in batch.inputs])
+            look = self._add(number, batch)
+            with self._call(number, look):
+                self._compute(number, _teller(self._processes, number, self.recorder, on_action))
+        self._due.leave(number)
 
-    def record(self, schedule: Schedule, step: int, batch: Batch, memory: Memory) -> None:
-        """Run the computations of a call from memory to memory, without messages and updates."""
-        self._add(schedule, step, batch)
+    def follow(self, schedule: Schedule, number: int) -> None:
+        """Turn to a schedule; drop what waits if the mini-batch does not follow the last one."""
+        if number != self.next or (self._schedule is not None and schedule != self._schedule):
+            self.forget("the strategy, M, the order, the trained parameters, or the number of the step changed")
+        if self._schedule is None:
+            self._begin(schedule, number)
+
+    def drain(self) -> bool:
+        """Run a call without a new mini-batch; return False, and run nothing, if no gradient is due.
+
+        A call that raises restores every ``.grad``.
+        """
+        if not self.has_pending:
+            return False
+        call = self.next
+        self._processes.begin("`drain`")
+        with restored_on_error((), learning(self.stages)):
+            if self.flying:
+                self._run_passes(self.recorder)
+            self._due.leave(call)
+        self.next = call + 1
+        return True
+
+    def complete(self) -> list[Gradients]:
+        """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
+        if not self.flying:
+            return self._due.by_call()
+        call, learns, sent = self.next, learning(self.stages), self.sent
+        self._processes.begin("`pending_gradients`")
+        with gradients_aside(learns):
+            while self.flying:
+                number = self.next
+                self._run_passes()  # its passes belong to no step, so they are not recorded
+                self._due.put(number, learns)
+        self._begin(self._schedule, call)
+        self.sent = sent
+        self.mailbox.forget()
+        return self._due.by_call()
+
+    def restore(self, schedule: Schedule, number: int, calls: Sequence[Gradients]) -> bool:
+        """Let calls from a number on leave the gradients that `complete` returned; return False if the delay is too short."""
+        if len(calls) > schedule.oldest:
+            return False
+        self._begin(schedule, number)
+        self._due.clear()
+        self._due.update(enumerate(copied(calls), number))
+        return True
+
+    def forget(self, because: str = "") -> int:
+        """Drop all that waits, and the errors of compressed messages; return the number of mini-batches.
+
+        Args:
+            because: cause, for a warning if there are any; default: no warning.
+        """
+        lost = len(self.flying) + len(self._due)
+        if lost:  # the others would wait for messages of the lost mini-batches
+            self._processes.begin("`forget_pending`")
+        if lost and because:
+            warn(
+                f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
+                f"still due, lost now because {because}; update while `pipe.drain()` returns True, or call "
+                "`pipe.forget_pending()`."
+            )
+        self._drop()
+        self._schedule = None
+        self._wire.errors.clear()
+        self.mailbox.forget()
+        return lost
+
+    def record(self, schedule: Schedule, number: int, batch: Batch) -> None:
+        """Run the computations of a call of one process for a recording (`nwise.capture`)."""
+        self.follow(schedule, number)
+        self._add(number, batch)
         try:
             with torch.enable_grad():
-                self._compute(schedule, step, batch.draws, None, memory)
+                self._compute(number, None)
         finally:
-            del self.tapes[step]
-            self.mail.drop(step)
+            del self.flying[number]
+            self.mailbox.forget()
 
-    def replay(
-        self, schedule: Schedule, step: int, inputs: Sequence[Tensors], memory: Memory, launch: Callable[[int], None]
-    ) -> None:
-        """Run a recorded call, whose segments `launch` computes by index; only the shapes of the model's `inputs` count."""
-        self.tapes[step] = {}  # all passes are recorded
-        with self._call(schedule, step, self.mail.add(schedule, step, inputs)):
-            for i, _ in enumerate(self.mail.replayed(schedule, step, memory)):
-                launch(i)
-
-    def run_without_batch(self, schedule: Schedule, recorder: Recorder | None = None) -> None:
-        """Run a call that has only passes of earlier mini-batches; tell `recorder` of its actions."""
-        call = self.next
-        with self._call(schedule, call, ""):
-            self._compute(schedule, call, Draws(), _teller(self._processes, call, recorder, None))
-
-    def forget(self) -> None:
-        """Drop all mini-batches, and the errors of compressed messages."""
-        self.drop()
-        self._wire.errors.clear()
-        self.mail.forget()
-
-    def drop(self) -> None:
-        """Drop all mini-batches."""
-        self.tapes.clear()
-        self.received = None
-
-    def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
+    def infer(self, inputs: Tensors, number: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run only the forwards of all stages.
 
         Args:
             inputs: inputs of the first stage.
-            step: number of the previous mini-batch.
+            number: number of the previous mini-batch.
             call: function from a stage's index and inputs to its outputs.
         """
         with self._processes.watched("a forward"):
-            self.mail.infer(inputs, step, call)
+            self.mailbox.infer(inputs, number, call)
 
-    def _add(self, schedule: Schedule, step: int, batch: Batch) -> object:
-        """Add a mini-batch; return what it looks like to the other ranks (`Mail.add`)."""
-        minibatch = step % len(schedule.flows)
-        tapes = self.tapes[step] = {k: stage.tapes(schedule, minibatch, batch) for k, stage in self._stages.items()}
-        if 0 in tapes:
-            for tape, inputs in zip(tapes[0], batch.inputs, strict=True):
-                tape.inputs = inputs
-        return self.mail.add(schedule, step, batch.inputs)
+    # Their parts ------------------------------------------------------------------------------------
 
-    def _compute(self, schedule: Schedule, step: int, draws: Draws, tell: Tell, memory: Memory | None = None) -> None:
-        """Run the computations of a call, with its messages or from memory to memory."""
-        call = schedule, step, self.tapes
-        segments = self.mail.segments(*call, tell) if memory is None else self.mail.recorded(*call, memory)
-        # A result goes to the tape of a neighbour on this rank, as its inputs (of F) or a message (of I and B), or to the mail.
-        wire, mail, tasks, observed = self._wire, self.mail, schedule.graph.tasks, self._processes.size > 1
-        received = self.received
-        watched = observed or tell is not None
-        compressed, completing = wire.compression is not None, schedule.completing if mail.replicas else ()
-        for i, segment in enumerate(segments):
-            if i:
-                draws.next_segment()
-            for task in segment:
-                action = tasks[task]
-                kind, k, m, q, _, age = action
-                begin = time.perf_counter() if watched else 0.0
-                if observed:
-                    self._processes.doing = Doing(step, action, begin)
-                tapes = self.tapes.get(step - age)
-                if tapes is None:
-                    continue
-                if received is not None:
-                    received.note(task, step - age, tapes[k][m])
-                # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
-                with mail.replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
-                    made = self._stages[k].run(action, tapes[k][m], continued=task in schedule.continued)
-                # Without a name for what is compressed, which would keep the message beyond its last pass.
-                if kind is Kind.FORWARD and k + 1 in tapes:
-                    tapes[k + 1][m].inputs = cast(Tensors, wire.through(None, made) if compressed else made)
-                elif q is not None and k - 1 in tapes:
-                    tapes[k - 1][m].messages[q] = wire.through(action, made) if compressed else made
-                elif kind is Kind.FORWARD or q is not None:
-                    mail.leave(action, made)
-                if tell is not None:
-                    tell(action, begin)
+    def _add(self, number: int, batch: Batch) -> object:
+        """Put a mini-batch into the store; return what it looks like to the other ranks (`Mailbox.add`)."""
+        assert self._schedule is not None, "`follow` has set it"
+        minibatch = number % len(self._schedule.flows)
+        tapes = {stage.index: stage.tapes(self._schedule, minibatch, batch) for stage in self.stages}
+        self.flying[number] = Minibatch(batch, tapes)
+        return self.mailbox.add(self._schedule, number, batch.inputs)
+
+    def _compute(self, call: int, tell: Tell) -> None:
+        """Run the computations of a call, with its messages."""
+        schedule, work, mailbox, flying = self._schedule, self._work, self.mailbox, self.flying
+        assert schedule is not None, "`follow` has set it"
+        tasks, stages, processes, received = schedule.graph.tasks, self._by_index, self._processes, self.received
+        several, replicas = processes.size > 1, mailbox.replicas
+        watched, completing = several or tell is not None, schedule.completing if replicas else ()
+        mailbox.begin(schedule, work, call, flying, tell)
+        for task in work.calls[call % len(work.calls)]:
+            kind, k, m, _, _, age = action = tasks[task]
+            number = call - age
+            minibatch = flying.get(number)
+            if minibatch is None:
+                mailbox.skip(task)
+                continue
+            given: dict[int | None, Any] = {q: mailbox.take(made, number) for made, q in work.reads[task]}
+            if not k and kind is Kind.FORWARD:
+                given[None] = minibatch.batch.inputs[m]
+            begin = time.perf_counter() if watched else 0.0
+            if several:
+                processes.doing = Doing(call, action, begin)
+            tape = minibatch.tapes[k][m]
+            if received is not None:
+                received.note(task, number, tape, given)
+            # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
+            with replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
+                result = stages[k].run(action, tape, given, continued=task in schedule.continued)
+            if tell is not None:
+                tell(action, begin)
+            mailbox.put(task, number, result)
+        mailbox.end()
 
     @contextmanager
-    def _call(self, schedule: Schedule, step: int, batch: object) -> Iterator[None]:
+    def _call(self, call: int, batch: object) -> Iterator[None]:
         """Let the body run the list of one call. `batch` is what the new mini-batch looks like."""
-        self.next, errors = step + 1, dict(self._wire.errors)
+        assert self._schedule is not None, "`follow` has set it"
+        self.next, errors = call + 1, dict(self._wire.errors)
         try:
-            with self._processes.watched(f"step {step}", batch), torch.enable_grad():
-                self.mail.start(schedule, step)
+            with self._processes.watched(f"step {call}", batch), torch.enable_grad():
                 yield
         except BaseException:
-            self.next, self._wire.errors = step, errors
+            self.next, self._wire.errors = call, errors
             raise
-        for number in [n for n in self.tapes if n <= step - schedule.oldest]:
-            del self.tapes[number]
-            self.mail.drop(number)
-        self.sent = self.mail.sent
+        over = call - self._schedule.oldest
+        if self.flying.pop(over, None) is not None:
+            self.mailbox.drop(over)
+        self.sent = self.mailbox.sent
+
+    def _run_passes(self, recorder: Recorder | None = None) -> None:
+        """Run a call that has only passes of earlier mini-batches."""
+        # The shapes of messages, and forwards that run again, depend on the modes of the last step.
+        dtype, call = self._autocast, self.next
+        casting = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        with torch.inference_mode(False), casting, self._lost_on_error(), self._call(call, ""):
+            self._compute(call, _teller(self._processes, call, recorder, None))
+
+    def _begin(self, schedule: Schedule | None, call: int) -> None:
+        """Begin a schedule at a call: no message of an earlier one is on its way."""
+        if schedule is not None and schedule is not self._schedule:
+            self._work = work_of(schedule, self._processes.place)
+        self._schedule = schedule
+        self.mailbox.first = self.next = call
+
+    @contextmanager
+    def _lost_on_error(self) -> Iterator[None]:
+        """Drop all that waits if the body raises."""
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        self.flying.clear()
+        self.mailbox.clear()
+        self._due.clear()
+        self.received = None
+
+    def _close(self) -> None:
+        with self._processes.watched(None):
+            self.forget()
+            self.mailbox.close()
 
 
 def _teller(processes: Processes, step: int, recorder: Recorder | None, on_action: OnAction) -> Tell:

@@ -1,7 +1,7 @@
-"""The post: the mail of a rank of several processes, which receives what a segment needs and sends what it has made.
+"""The post: the mailbox of a rank of several processes, which receives what a task reads and sends what it has made.
 
 Its messages are arcs of the task graph that lead from it to another rank, or to it. A message is sent right after the task that
-makes it, and received right before the first task that needs it. What a rank computes between two messages is a segment::
+makes it, and received right before the first task that reads it::
 
     rank 0   F0(0)   send, F0(1)   send, receive, W0(0)           the plan of the channel 0 -> 1: the two activations,
     rank 1           receive, F1(0) H1(0) B1(0.0)   send          in the order of their senders
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -23,10 +23,11 @@ from nwise.modes import autocast_dtype
 from nwise.runtime.channel import Receiver, Sender, start_all
 from nwise.runtime.compression import Wire
 from nwise.runtime.ledger import NOTHING, Exchanged, Key, MessagePlan, Window, make_labels
-from nwise.runtime.mail import Mail, Memory, Tapes, Tell
+from nwise.runtime.mailbox import Flying, Mailbox, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.shapes import Form, Specs, check_sendable, packed, unpacked
+from nwise.runtime.shapes import Specs, check_sendable, packed, unpacked
+from nwise.runtime.work import Work
 from nwise.schedule.actions import SENDS, Action, Kind
 from nwise.schedule.placement import Placement
 from nwise.schedule.schedule import Schedule
@@ -34,7 +35,7 @@ from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, each, with_names
 
-_Message = tuple[Tensors, Tensors] | None  # what a message is about, and what travels; None for a header alone
+_Message = tuple[Tensors, Tensors]  # what a message is about, and what travels
 Channels = tuple[dict[int, Sender], dict[int, Receiver]]  # to and from other ranks, by place
 
 
@@ -47,26 +48,19 @@ class Arc(NamedTuple):
     travel: int  # number of calls from the send to the receive
 
 
-class Segment(NamedTuple):
-    """Computations of a rank between two messages."""
-
-    receives: Sequence[Arc]  # before them
-    tasks: Sequence[int]  # their numbers
-    send: Arc | None  # after them; None if the next segment begins with a receive, or the call ends
-
-
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages of a rank in one cycle of calls, and the work between them."""
+    """The messages of a rank in one cycle of calls."""
 
-    segments: Sequence[Sequence[Segment]] = ()  # of each call, in order
-    updates: Sequence[Sequence[Action]] = ()  # of each call, which follow the segments
+    received: Mapping[int, Sequence[Arc]] = field(default_factory=dict)  # by the task that reads them first
+    arriving: Mapping[int, Arc] = field(default_factory=dict)  # the same by the task that makes them
+    sends: Mapping[int, Arc] = field(default_factory=dict)  # by the task that makes them
     outgoing: Mapping[int, MessagePlan] = field(default_factory=dict)  # by the other rank, as `incoming`
     incoming: Mapping[int, MessagePlan] = field(default_factory=dict)
 
 
-class Post(Mail):
-    """The mail of one of several processes.
+class Post(Mailbox):
+    """The mailbox of one of several processes.
 
     Args:
         processes: the processes.
@@ -86,17 +80,18 @@ class Post(Mail):
         replicas: Mapping[int, Replicas],
         connect: Callable[[torch.device], Channels],
     ) -> None:
-        super().__init__(stages)
-        self._processes, self._wire, self._device = processes, wire, device
+        super().__init__(stages, wire)
+        self._processes, self._device = processes, device
         self.replicas, self._connect = replicas, connect
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
-        self._messages: dict[str, Messages] = {}  # by digest of the schedule
+        self._known: dict[str, Messages] = {}  # by digest of the schedule
+        self._messages = Messages()  # of the present schedule
+        self._updates: Sequence[Action] = ()  # of the present call
+        self._call, self._tell = 0, cast(Tell, None)
         self._forwards = forwards_alone(processes.placement, processes.place)
         self._exchanged: dict[int, Exchanged] = {}  # by mini-batch
         self._newest = Exchanged()
-        self._made: Tensors | Cotangents | None = None  # what the present segment sends
-        self._recording = False
         self._spared: set[int] = set()
 
     @property
@@ -107,88 +102,68 @@ class Post(Mail):
     def predicted(self) -> list[int]:
         return self._newest.num_bytes(self._stages, self._wire.specs)
 
-    def add(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> object:
+    def add(self, schedule: Schedule, number: int, inputs: Sequence[Tensors]) -> object:
         labels = make_labels(inputs, autocast_dtype(self._device), self._newest.labels)
-        self._newest = self._exchanged[step] = Exchanged(schedule.flows[step % len(schedule.flows)], labels)
+        self._newest = self._exchanged[number] = Exchanged(schedule.flows[number % len(schedule.flows)], labels)
         return labels
 
-    def drop(self, step: int) -> None:
-        self._exchanged.pop(step, None)
+    def drop(self, number: int) -> None:
+        self._exchanged.pop(number, None)
 
-    def start(self, schedule: Schedule, step: int) -> None:
-        batches = [self._exchanged.get(step - age) for age in range(schedule.oldest + 1)]
-        window = tuple(None if one is None else one.labels for one in batches)
-        self._start(self._messages_of(schedule), step % len(schedule.flows), window)
+    def begin(self, schedule: Schedule, work: Work, call: int, flying: Flying, tell: Tell) -> None:
+        super().begin(schedule, work, call, flying, tell)
+        self._call, self._tell, index = call, tell, call % len(schedule.flows)
+        self._updates = [self._tasks[n] for n in work.updates[index]]
+        self._messages = self._messages_of(schedule)
+        batches = [self._exchanged.get(call - age) for age in range(schedule.oldest + 1)]
+        self._start(self._messages, index, tuple(None if one is None else one.labels for one in batches))
         for replicas in self.replicas.values():
             replicas.start()
+        self._spare(flying[call].batch.inputs if call in flying and 0 in self._stages else ())
 
-    def segments(self, schedule: Schedule, step: int, tapes: Tapes, tell: Tell) -> Iterator[Sequence[int]]:
-        # The list alone decides the order. A receive blocks until its message is there. A task of age a works on mini-batch
-        # `step - a`. If there is none yet, or none any more, nothing is computed, and its messages are headers alone.
-        self._spare(tape.inputs for tape in tapes.get(step, {}).get(0, ()))
-        for receives, tasks, send in self._segments(schedule, step):
-            for arc in receives:
-                begin, known = time.perf_counter(), step - arc.action.age in tapes
-                if step - arc.travel >= self.first:  # otherwise it would have been sent before the first call
-                    self._deliver(arc, self._take(arc, step), step, tapes)
-                if tell is not None and known:
-                    tell(arc.action, begin)
-            yield tasks
-            if send is not None:
-                begin = self._now(step, send.action)
-                self._send(send, self._leaving(send, step), step)
-                if tell is not None and step - send.action.age in tapes:
-                    tell(send.action, begin)
+    def take(self, task: int, number: int) -> Tensors | Cotangents:
+        if (task, number) not in self._results:
+            arc = self._messages.arriving[task]
+            begin, tensors = time.perf_counter(), self._receive(arc)
+            kind, k, m, *_ = arc.action
+            if kind is Kind.RECEIVE_GRADIENT:
+                tensors = cast(Tensors, unpacked(tensors, self._exchanged[number].forms[k + 1, m].specs))
+            self._results[task, number] = [self._uses[task], tensors]
+            if self._tell is not None:
+                self._tell(arc.action, begin)
+        return super().take(task, number)
+
+    def put(self, task: int, number: int, made: Tensors | Cotangents) -> None:
+        arc = self._messages.sends.get(task)
+        if arc is not None:
+            begin = self._now(self._call, arc.action)
+            self._send(arc, self._leaving(arc, made, number), number)
+            if self._tell is not None:
+                self._tell(arc.action, begin)
+        elif self._uses[task]:
+            super().put(task, number, made)
+        elif self._tasks[task].kind is Kind.FORWARD:  # of the last stage
+            self._post()
+
+    def skip(self, task: int) -> None:
+        # A mini-batch that does not exist, or no longer, has headers alone.
+        for arc in self._messages.received.get(task, ()):
+            if self._call - arc.travel >= self.first:  # otherwise it would have been sent before the first call
+                self._receive(arc)
+        if task in self._messages.sends:
+            self._senders[self._messages.sends[task].place].send_nothing()
+            self._post()
+
+    def end(self) -> None:
         # The caller's optimizer updates; this rank is done once its gradients are summed.
-        for action in self._messages_of(schedule).updates[step % len(schedule.flows)]:
-            begin = self._now(step, action)
+        for action in self._updates:
+            begin = self._now(self._call, action)
             if action.stage in self.replicas:
                 self.replicas[action.stage].finish()
-            if tell is not None:
-                tell(action, begin)
+            if self._tell is not None:
+                self._tell(action, begin)
         for replicas in self.replicas.values():
             replicas.sum_statistics()
-
-    def recorded(self, schedule: Schedule, step: int, tapes: Tapes, memory: Memory) -> Iterator[Sequence[int]]:
-        self._recording, exchanged = True, self._exchanged[step]
-        for (receives, tasks, send), arriving in zip(self._segments(schedule, step), memory.arriving, strict=True):
-            for arc, tensors in zip(receives, arriving, strict=True):
-                exchanged.note(arc.key, Form.of(tensors))
-                self._deliver(arc, tensors, step, tapes)
-            yield tasks
-            made = None if send is None else self._leaving(send, step)
-            if send is not None and made is not None:
-                exchanged.note(send.key, Form.of(made[0]))
-            memory.leaving.append(() if made is None else made[0])
-
-    def replayed(self, schedule: Schedule, step: int, memory: Memory) -> Iterator[Sequence[int]]:
-        for i, (receives, tasks, send) in enumerate(self._segments(schedule, step)):
-            for arc, own in zip(receives, memory.arriving[i], strict=True):
-                for target, tensor in zip(own, self._take(arc, step), strict=True):
-                    target.copy_(tensor)
-            self._now(step, schedule.graph.tasks[tasks[0]])
-            yield tasks
-            if send is not None:
-                # A copy, because another replay may write to the memory before the message has left.
-                copied = each(memory.leaving[i], torch.clone)
-                self._now(step, send.action)
-                self._send(send, (copied, copied), step)
-            else:
-                self._post()
-
-    def memory(self, schedule: Schedule, step: int, inputs: Sequence[Tensors]) -> Memory:
-        labels = make_labels(inputs, autocast_dtype(self._device), self._newest.labels)
-
-        def zeros(arc: Arc) -> Tensors:
-            return self._receivers[arc.place].form(arc.key, labels[arc.key.microbatch]).zeros(self._device)
-
-        return Memory([[*map(zeros, segment.receives)] for segment in self._segments(schedule, step)], [])
-
-    def leave(self, action: Action, made: Tensors | Cotangents) -> None:
-        if action.kind is not Kind.FORWARD or action.stage + 1 < len(self._processes.placement):
-            self._made = made
-        elif not self._recording:
-            self._post()
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
         # Every message has a header, because a stage may return other shapes, in evaluation mode, say.
@@ -208,6 +183,7 @@ class Post(Mail):
                 self._post()
 
     def forget(self) -> None:
+        super().forget()
         self._exchanged.clear()
         for receiver in self._receivers.values():
             receiver.forget()
@@ -216,12 +192,9 @@ class Post(Mail):
         self._start(Messages(), 0, ())
 
     def _messages_of(self, schedule: Schedule) -> Messages:
-        if schedule.digest not in self._messages:
-            self._messages[schedule.digest] = messages_of(schedule, self._processes.place, self._wire.specs)
-        return self._messages[schedule.digest]
-
-    def _segments(self, schedule: Schedule, step: int) -> Sequence[Segment]:
-        return self._messages_of(schedule).segments[step % len(schedule.flows)]
+        if schedule.digest not in self._known:
+            self._known[schedule.digest] = messages_of(schedule, self._processes.place, self._wire.specs)
+        return self._known[schedule.digest]
 
     def _now(self, step: int, action: Action) -> float:
         """Note the present action for the other ranks; return its start."""
@@ -231,52 +204,33 @@ class Post(Mail):
 
     def _start(self, messages: Messages, call: int, window: Window) -> None:
         """Begin a call, given by its index in the cycle, on all channels."""
-        self._made, self._recording = None, False
         if not self._senders:
             self._senders, self._receivers = self._connect(self._device)
         incoming = [(receiver, messages.incoming.get(peer, NOTHING)) for peer, receiver in self._receivers.items()]
         outgoing = [(sender, messages.outgoing.get(peer, NOTHING)) for peer, sender in self._senders.items()]
         start_all(outgoing, incoming, window, call)
 
-    def _take(self, arc: Arc, step: int) -> Tensors:
+    def _receive(self, arc: Arc) -> Tensors:
         """Wait for a message and return its tensors."""
-        self._now(step, arc.action)
+        self._now(self._call, arc.action)
         parts, form = self._receivers[arc.place].take(arc.key)
-        if (exchanged := self._exchanged.get(step - arc.action.age)) is not None:
+        if (exchanged := self._exchanged.get(self._call - arc.action.age)) is not None:
             exchanged.note(arc.key, form)
         return with_names(self._wire.restore(parts, form.specs), form.names)
 
-    def _deliver(self, arc: Arc, tensors: Tensors, step: int, tapes: Tapes) -> None:
-        """Put what has arrived on its tape, if it is of a mini-batch."""
-        kind, k, m, q, _, age = arc.action
-        if step - age not in tapes:
-            return
-        if kind is Kind.RECEIVE_ACTIVATION:
-            tapes[step - age][k][m].inputs = tensors
-        else:
-            tapes[step - age][k][m].messages[cast(int, q)] = unpacked(
-                tensors, self._exchanged[step - age].forms[k + 1, m].specs
-            )
-
-    def _leaving(self, arc: Arc, step: int) -> _Message:
-        """Return what the present segment sends."""
-        _, k, m, _, _, age = arc.action
-        made, self._made = self._made, None
-        if made is None:
-            return None
+    def _leaving(self, arc: Arc, made: Tensors | Cotangents, number: int) -> _Message:
+        """Return what a message is about, and what travels."""
+        _, k, m, *_ = arc.action
         if arc.action.kind is Kind.SEND_ACTIVATION:
             activation = cast(Tensors, made)
             return activation, self._wire.compress(None, self._apart(activation, k))
-        gradients, absent = packed(made, self._exchanged[step - age].forms[k, m].specs, self._device)
+        gradients, absent = packed(made, self._exchanged[number].forms[k, m].specs, self._device)
         return gradients, self._wire.compress(arc.action, gradients, absent)
 
-    def _send(self, arc: Arc, message: _Message, step: int) -> None:
+    def _send(self, arc: Arc, message: _Message, number: int) -> None:
         """Send a message, then post the next receives: now the other rank has what it may be waiting for."""
-        if message is None:
-            self._senders[arc.place].send_nothing()
-        else:
-            form = self._senders[arc.place].send(arc.key, *message)
-            self._exchanged[step - arc.action.age].note(arc.key, form)
+        form = self._senders[arc.place].send(arc.key, *message)
+        self._exchanged[number].note(arc.key, form)
         self._post()
 
     def _post(self) -> None:
@@ -319,10 +273,12 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
     """Return the messages of a rank; `parts` is that of `MessagePlan`."""
     tasks, ranks = schedule.graph.tasks, schedule.graph.ranks
     receives, sends = defaultdict[int, list[Arc]](list), dict[int, Arc]()
+    receivers: dict[tuple[int, int], Arc] = {}
     for (task, user), (send, receive) in zip(schedule.messages, schedule.transfers, strict=True):
         key, travel = receive._replace(age=0), receive.age - send.age
         sends[task] = Arc(send, key, ranks[user], travel)
-        receives[user].append(Arc(receive, key, ranks[task], travel))
+        receivers[task, user] = Arc(receive, key, ranks[task], travel)
+        receives[user].append(receivers[task, user])
 
     def plan(sender: int, receiver: int) -> MessagePlan:
         """Return the messages from one rank to another, in the order in which they are sent."""
@@ -336,18 +292,7 @@ def messages_of(schedule: Schedule, rank: int, parts: Callable[[Specs], Specs]) 
 
     others = [other for other in range(schedule.num_ranks) if other != rank]
     outgoing, incoming = {other: plan(rank, other) for other in others}, {other: plan(other, rank) for other in others}
-    lists = [calls[rank] for calls in schedule.lists]
-    segments = [_segments([t for t in one if tasks[t].kind is not Kind.UPDATE], receives, sends) for one in lists]
-    updates = [[tasks[t] for t in one if tasks[t].kind is Kind.UPDATE] for one in lists]
-    return Messages(segments, updates, outgoing, incoming)
-
-
-def _segments(tasks: Sequence[int], receives: Mapping[int, list[Arc]], sends: Mapping[int, Arc]) -> list[Segment]:
-    """Split a rank's computations at its messages."""
-    # A segment begins at a task that receives, and behind one that sends:
-    #
-    #     tasks       F0(0) sends   F0(1) sends   B0(0) receives   W0(0)
-    #     segments    [F0(0)]       [F0(1)]       [B0(0)            W0(0)]
-    first = [i for i, task in enumerate(tasks) if not i or task in receives or tasks[i - 1] in sends]
-    parts = [tasks[begin:end] for begin, end in pairwise([*first, len(tasks)])]
-    return [Segment(receives.get(part[0], []), part, sends.get(part[-1])) for part in parts]
+    here = [n for calls in schedule.lists for n in calls[rank]]
+    received = {n: receives[n] for n in here if n in receives}
+    arriving = {n: arc for (n, user), arc in receivers.items() if user in received}
+    return Messages(received, arriving, {n: sends[n] for n in here if n in sends}, outgoing, incoming)

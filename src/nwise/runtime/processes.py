@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import check_same, launched, time_limit
-from nwise.runtime.mail import Mail
+from nwise.runtime.mailbox import Mailbox
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 from nwise.schedule.placement import Placement, make_placement
 from nwise.stage.stage import Stage
@@ -198,15 +198,15 @@ class Processes:
         """Receive the tensors that another process sends, on the CPU."""
         raise AssertionError("one process has no other to receive from")
 
-    def mail(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mail:
-        """Return what carries messages between this process's stages and those of other processes.
+    def mailbox(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mailbox:
+        """Return what carries results between this process's stages, and from and to those of other processes.
 
         Args:
             stages: this process's stages, by index.
             wire: the form in which messages travel.
             device: device of the stages' tensors.
         """
-        return Mail(stages)
+        return Mailbox(stages, wire)
 
     def new_group(self) -> ProcessGroup | None:
         """Make a group of all ranks for CPU tensors, None for one process; all ranks call it together."""
@@ -266,7 +266,7 @@ class Copied(Processes):
         super().__init__(len(facts["placement"]))
         vars(self).update(facts)
 
-    gather = post = posted = connect = sums = collect = send = receive = mail = cast(Any, _refuse)
+    gather = post = posted = connect = sums = collect = send = receive = mailbox = cast(Any, _refuse)
     new_group = begin = watched = compare = before_close = cast(Any, _refuse)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -81,18 +81,19 @@ class Received:
         self.alone = len(parts.sizes) == 1
         self.seeds, self.begin = (0, 0), time.perf_counter()
 
-    def note(self, task: int, number: int, tape: Tape) -> None:
+    def note(self, task: int, number: int, tape: Tape, given: Mapping[Any, Any]) -> None:
         """Keep what a stage has received for a task that is about to run (`Engine.received`)."""
         action, m, batch = self.schedule.graph.tasks[task], tape.microbatch, tape.batch
         if number != self.number or m >= _FEW:
             return
         work, k = self.work[action.stage], action.stage
         if action.kind is Kind.FORWARD:
-            inputs = each(tape.inputs, Tensor.detach)
+            inputs = each(given[None], Tensor.detach)
             work[m] = Work(m, tape.flow, inputs, batch.targets[m], batch.weights[m][k], batch.samples[m])
             self.seeds = batch.draws.seed, batch.draws.first
-        for q in tape.messages.keys() - work[m].messages:
-            work[m].messages[q] = clones(tape.messages[q])  # a pass may write over them
+        elif action.kind is not Kind.HEAD:
+            for q in given.keys() - work[m].messages:
+                work[m].messages[q] = clones(given[q])  # a pass may write over them
         self.tasks[k].append(task)
 
 

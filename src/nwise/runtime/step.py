@@ -10,8 +10,6 @@ import torch
 from nwise.microbatch import Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
-from nwise.runtime.mail import Memory
-from nwise.runtime.pending import Pending
 from nwise.runtime.received import Received
 from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
@@ -32,7 +30,7 @@ class Step:
         terms: counter of each stage's loss.
         schedule: what is executed.
         structure: modules and trainable parameters.
-        pending: the engine, and what waits for its delay.
+        engine: what runs it.
         on_action: function called after each action, or None.
         judge: function called at the end of a step that is compared, whose errors are those of the step; or None.
     """
@@ -43,44 +41,38 @@ class Step:
     terms: Sequence[Terms]
     schedule: Schedule
     structure: Structure
-    pending: Pending
+    engine: Engine
     on_action: Callable[[Action], None] | None
     judge: Callable[[], None] | None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine."""
-        return self.pending.engine
 
     def run(self, draws: Draws) -> Results:
         """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
         batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
-        engine = self.pending.engine
+        engine = self.engine
         # In a context of autocast around the whole loop, torch would use the bf16 weights of the first step in all steps.
         torch.clear_autocast_cache()
         restored = restored_on_error(self.structure.stateful, self.structure.learns)
         with restored, preserved(engine.device):
-            with self.pending.around(self.schedule, self.number):
-                if self.judge is not None and engine.received is None:
-                    engine.received = Received(self.pending.stages, self.schedule, self.number, self.parts)
-                engine.run(self.schedule, self.number, batch, self.on_action)
+            engine.follow(self.schedule, self.number)
+            if self.judge is not None and engine.received is None:
+                engine.received = Received(engine.stages, self.schedule, self.number, self.parts)
+            engine.run(self.schedule, self.number, batch, self.on_action)
             if self.judge is not None:
                 self.judge()
         return batch.results(len(self.terms))
 
-    def record(self, parts: Parts, draws: Draws, memory: Memory) -> Results:
+    def record(self, parts: Parts, draws: Draws) -> Results:
         """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value.
 
         Args:
             parts: the micro-batches.
-            draws: what begins the segments.
-            memory: of the messages, which go nowhere.
+            draws: what seeds its random numbers.
         """
         batch = parts.batch(self.terms, self.schedule.num_microbatches, draws, on_device=True)
         norms = deferred_norms(self.structure.stateful)
         for norm in norms:
             norm.begin()
-        self.engine.record(self.schedule, self.number, batch, memory)
+        self.engine.record(self.schedule, self.number, batch)
         for norm in norms:
             norm.commit()
         return batch.results(self.schedule.num_stages)

@@ -34,7 +34,7 @@ from nwise.randomness import derive
 from nwise.runtime.channel import Link, Receiver, Sender, introduce
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
-from nwise.runtime.mail import Mail
+from nwise.runtime.mailbox import Mailbox
 from nwise.runtime.post import Channels, Post
 from nwise.runtime.processes import FACTS, Copied, Processes
 from nwise.runtime.replicas import Replicas
@@ -139,7 +139,7 @@ class World(Processes):
             self._made.append(group)
         return group
 
-    def mail(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mail:
+    def mailbox(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mailbox:
         group = self.mesh.get_group("dp") if self.num_replicas > 1 else None
         replicas = {} if group is None else {k: Replicas(group, stage) for k, stage in stages.items()}
         return Post(self, stages, wire, device, replicas, self.channels)

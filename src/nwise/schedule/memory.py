@@ -5,7 +5,7 @@ Each kind lives from one action to another::
     stage k, micro-batch m        F ....... H ....... first pass ....... last pass ....... update
     activations and output        |------------------------------------------|
     gradient of its own loss                |--------------------------------|
-    message of stage k + 1                         |-------------------------|
+    message of stage k + 1                         |------- last read
     kept cotangents                                   I -------------- W
     gradients of the parameters                       |----------------------------------------|
 
@@ -142,6 +142,8 @@ class _Work:
             return first, last, times[last][0] - times[first][0], num_bytes
 
         for (k, m, minibatch), places in self._places.items():
+            # The last task of the stage that reads a result of another one.
+            readers = {need.task: i for i in places for need in graph.needs[self._numbers[i]]}
             received: set[int] = set()
             above = self._places.get((k + 1, m, minibatch), [])
             first, last = places[0], places[-1]
@@ -159,14 +161,18 @@ class _Work:
                 kind, needs = actions[i].kind, graph.needs[self._numbers[i]]
                 links = {need.task for need in needs if need.link} - received
                 received |= links
-                yield span(i, last, output[k - 1 if kind is Kind.FORWARD else k] * len(links))
+                if kind is Kind.FORWARD:
+                    yield span(i, last, output[k - 1] * len(links))
+                else:
+                    yield from (span(i, readers[task], output[k]) for task in links)
                 if kind is Kind.HEAD and graph.stage(self._numbers[i]).own:
                     yield span(i, last, output[k])
                 elif kind is Kind.WEIGHT_GRAD:  # since the I of its cotangent, if it needs one
                     made = {need.task for need in needs}
                     passes = (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in made)
                     yield from (span(j, i, cotangent[k]) for j in passes)
-            yield from (span(i, last, output[k]) for i in above if actions[i].message is not None)
+            messages = [i for i in above if actions[i].message is not None]
+            yield from (span(i, readers[self._numbers[i]], output[k]) for i in messages)
         # The first task of a call that makes gradients of a stage or a head, until their update.
         updates = {(a.stage, a.minibatch): i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}
         begins: dict[tuple[bool, int, int], int] = {}

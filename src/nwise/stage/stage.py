@@ -6,8 +6,8 @@
     W  gradient of the summed cotangent to the stage's parameters only
     B  I and W in one pass, if they share their cotangent
 
-A stage knows nothing of its neighbours. The runtime puts inputs and messages on the tape of a micro-batch, names the next action,
-and carries its result to the tape of a neighbour::
+A stage knows nothing of its neighbours. The runtime names the next action on the tape of a micro-batch, brings what it reads, and
+carries its result to a neighbour::
 
               inputs                      outputs of F
     stage k-1 ------>    tape of stage k  ------> stage k+1
@@ -17,9 +17,10 @@ and carries its result to the tape of a neighbour::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import add_gradients
 from nwise.stage.kept import keep
 from nwise.stage.rerun import FirstRun
-from nwise.stage.tape import Cotangents, Tape
+from nwise.stage.tape import Cotangents, Messages, Tape
 from nwise.stage.weights import Copies, InMemory, Weights
 from nwise.tensors import Tensors, anew, as_argument, as_leaves, asks, call, each, run_module, run_unchanged
 
@@ -104,23 +105,26 @@ class Stage:
         passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
         return [Tape(f.stages[k], batch, m, passes[k, m], weights) for m, f in enumerate(flows)]
 
-    def run(self, action: Action, tape: Tape, *, continued: bool = True) -> Tensors | Cotangents:
+    def run(
+        self, action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True
+    ) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F and the message of I or B. What H and W return is not used.
 
         Args:
             action: the action.
             tape: its micro-batch.
+            given: the inputs of F, under None; the gradients from the next stage that a pass reads, by message.
             continued: whether the stage's next pass on this micro-batch follows before any other work of the rank
                 (`Schedule.continued`). Default: True.
         """
         made: Tensors | Cotangents = ()
         try:
             if action.kind is Kind.FORWARD:
-                made = self._forward(tape, continued)
+                made = self._forward(tape, given[None], continued)
             elif action.kind is Kind.HEAD:
                 self._run_head(tape)
             elif action.kind in PASSES:
-                made = self._backward(tape, action.kind, action.message, continued)
+                made = self._backward(tape, action.kind, action.message, given, continued)
             else:
                 raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
         except RuntimeError as error:
@@ -144,11 +148,11 @@ class Stage:
             tape.release()
         return made
 
-    def _forward(self, tape: Tape, continued: bool) -> Tensors:
+    def _forward(self, tape: Tape, inputs: Tensors, continued: bool) -> Tensors:
         """Run F; return the outputs, detached."""
         if tape.passes_left and self.recompute:
             tape.first = FirstRun(self.module)
-        tape.inputs = as_leaves(tape.inputs, tracked=bool(tape.flow.messages))
+        tape.inputs = as_leaves(inputs, tracked=bool(tape.flow.messages))
         tape.tracked = tape.passes_left > 0 and (continued or not self.recompute)
         outputs = self._outputs(tape)
         tape.head_left = tape.flow.head
@@ -215,27 +219,27 @@ class Stage:
             explain(error, f"stage {self.index}", leaves, target)
             raise
 
-    def _backward(self, tape: Tape, kind: Kind, message: int | None, continued: bool) -> Cotangents:
+    def _backward(self, tape: Tape, kind: Kind, message: int | None, given: Messages, continued: bool) -> Cotangents:
         """Run I, W or B; return the gradient to each input. The last pass frees the graph."""
         # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
         if not tape.tracked:
             self._rerun(tape)
         tape.passes_left -= 1
         again = tape.passes_left > 0
-        self._walk_back(tape, kind, message, again)
+        self._walk_back(tape, kind, message, given, again)
         gradients = tuple(map(_gradient, tape.inputs))
         for x in tape.inputs:  # which outlive the pass, and would add the next message
             x.grad = None
         if kind is not Kind.INPUT_GRAD:
             tape.weights.hand_over()
         if again:
-            gradients = tape.apart(gradients)
+            gradients = tape.apart(gradients, given)
             if tape.first is not None and not continued and tape.kept is None:
                 tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
                 tape.tracked = False
         return gradients
 
-    def _walk_back(self, tape: Tape, kind: Kind, message: int | None, again: bool) -> None:
+    def _walk_back(self, tape: Tape, kind: Kind, message: int | None, given: Messages, again: bool) -> None:
         """Walk a graph back for I, W or B; `again` says whether another pass will follow."""
         # A pass walks from the outputs to the tensors in `wanted`, and autograd skips everything else:
         #
@@ -248,7 +252,7 @@ class Stage:
             kept, tape.kept = tape.kept, None
             kept.replay(partial(add_gradients, retain_graph=again))
             return
-        outputs, seeds = tape.start(cotangent)
+        outputs, seeds = tape.start(cotangent, given)
         if not outputs:
             return
         learns = tape.weights.learns

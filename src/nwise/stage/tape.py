@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from nwise.stage.rerun import FirstRun
 from nwise.stage.weights import NO_WEIGHTS, Weights
 from nwise.tensors import Tensors
 
-__all__ = ["Cotangents", "Tape"]
+__all__ = ["Cotangents", "Messages", "Tape"]
 
 # One gradient per output of a stage; None stands for zero.
 Cotangents = tuple[Tensor | None, ...]
+# Those from the next stage that a pass reads, by index.
+Messages = Mapping[int, Cotangents]
 
 
 @dataclass(slots=True)
@@ -30,8 +33,7 @@ class Tape:
         microbatch: index of the micro-batch.
         passes_left: number of backward passes that will follow; the last one frees the graph.
         weights: the parameters of its forward and passes.
-        inputs: outputs of the previous stage, or the model's input; from the forward on, leaves of the graph.
-        messages: gradients from the next stage, by index. They stay until the last pass, because several passes may use one.
+        inputs: inputs of the forward, which are leaves of its graph.
         outputs: outputs of the forward.
         first: the state of the first forward, with `recompute`; otherwise None.
         tracked: whether `outputs` have a graph.
@@ -46,7 +48,6 @@ class Tape:
     passes_left: int
     weights: Weights
     inputs: Tensors = ()
-    messages: dict[int, Cotangents] = field(default_factory=dict)
     outputs: Tensors = ()
     first: FirstRun | None = None
     tracked: bool = False
@@ -57,17 +58,17 @@ class Tape:
     def release(self) -> None:
         """Drop the tensors of the micro-batch, which no action needs any more."""
         self.inputs = self.outputs = self.own = ()
-        self.messages, self.weights, self.first, self.tracked, self.kept = {}, NO_WEIGHTS, None, False, None
+        self.weights, self.first, self.tracked, self.kept = NO_WEIGHTS, None, False, None
 
-    def start(self, cotangent: Cotangent) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * u_p``.
+    def start(self, cotangent: Cotangent, messages: Messages) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * messages[p]``.
 
         The walk may write over the gradients, as the backward of a fused kernel does, so one that another pass reads is copied.
         """
         terms = [(cotangent.own, self.own)] if cotangent.own else []
         for p, weight in enumerate(cotangent.received):
             if weight:
-                terms.append((weight, self.messages[p]))
+                terms.append((weight, messages[p]))
         roots, seeds = [], []
         for i, output in enumerate(self.outputs):
             total: Tensor | None = None
@@ -82,9 +83,9 @@ class Tape:
                 seeds.append(total.clone() if cotangent.shared else total)
         return roots, seeds
 
-    def apart(self, gradients: Cotangents) -> Cotangents:
-        """Return gradients that share no memory with what a later pass of this micro-batch reads."""
-        held = [self.own, *self.messages.values()]
+    def apart(self, gradients: Cotangents, messages: Messages) -> Cotangents:
+        """Return gradients of a pass that share no memory with what a later pass of this micro-batch reads."""
+        held = [self.own, *messages.values()]
         if self.kept is not None:
             held += [part.gradients for part in self.kept.parts]
         memory: set[int | None] = {None}
