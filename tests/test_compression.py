@@ -18,7 +18,7 @@ import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints
 from nwise.runtime.compression import Cast, TopK, Wire, fingerprint, parse_compression
-from nwise.runtime.shapes import Spec, make_spec
+from nwise.runtime.shapes import Spec, make_spec, make_specs
 
 NAMES = ("bf16", "int8", "top-30%")
 Squeeze = Callable[[Tensor], Tensor]
@@ -130,10 +130,12 @@ def test_gradients_follow_the_definition(name: str, strategy: str) -> None:
 )
 def test_parts_have_their_specs_and_tensors_theirs(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    wire, spec = Wire(parse_compression(name)), Spec(tuple(shape), dtype)
+    rule, spec = parse_compression(name), Spec(tuple(shape), dtype)
+    wire = Wire(rule)
     tensor = (100 * torch.randn(shape)).to(dtype)
     parts = wire.compress("here", [tensor])
-    assert tuple(map(make_spec, parts)) == wire.specs([spec])
+    assert make_specs(parts) == (rule.specs(spec) if rule is not None and dtype.is_floating_point else (spec,))
+    again: Any
     [again] = wire.restore(parts, [spec])
     assert make_spec(again) == spec
     if name in ("none", "top-100%") or not dtype.is_floating_point:
@@ -148,10 +150,21 @@ def test_bytes_by_hand() -> None:
     """[8, 100] of float32 take 3,200 bytes; int8 a byte a value and a float a sample; the largest 5 %: 40 pairs of 8 bytes."""
     spec = Spec((8, 100), torch.float32)
     sizes = {
-        name: sum(part.num_bytes for part in Wire(parse_compression(name)).specs([spec]))
+        name: sum(part.nbytes for part in Wire(parse_compression(name)).compress(None, [torch.randn(spec.shape)]))
         for name in ("none", "bf16", "int8", "top-5%")
     }
     assert sizes == {"none": 3200, "bf16": 1600, "int8": 832, "top-5%": 320}
+
+
+def test_parts_that_differ_from_their_specs_are_refused() -> None:
+    """A compression of a user's own."""
+
+    class Wrong(Cast):
+        def compress(self, tensor: Tensor) -> tuple[Tensor, ...]:
+            return (tensor,)
+
+    with pytest.raises(ValueError, match=r"`compress` should return.*Found float32 \[2\] instead of bfloat16 \[2\]"):
+        Wire(Wrong(torch.bfloat16)).compress(None, [torch.ones(2)])
 
 
 def test_ranks_tell_compressions_apart() -> None:
@@ -212,11 +225,11 @@ def test_errors_keep_their_place_beside_a_missing_gradient() -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 4.0])
     assert [t if t is None else t.tolist() for t in wire.through("here", (a, None))] == [[0, 2], None]
     assert [t if t is None else t.tolist() for t in wire.through("here", (None, b))] == [None, [5, 0]]
-    # Several processes send zeros for the missing one; its error waits in the same way.
+    # Several processes send nothing for the missing one; its error waits in the same way.
     other = Wire(parse_compression("top-50%"))
-    other.compress("here", (a, torch.zeros(2)), absent=[1])
-    parts = other.compress("here", (torch.zeros(2), b), absent=[0])
-    assert [t.tolist() for t in other.restore(parts, [make_spec(a), make_spec(b)])] == [[0, 0], [5, 0]]
+    other.compress("here", (a, None))
+    parts = other.compress("here", (None, b))
+    assert [t if t is None else t.tolist() for t in other.restore(parts, [None, make_spec(b)])] == [None, [5, 0]]
     assert other.errors.keys() == wire.errors.keys()
     assert all(other.errors[key].equal(error) for key, error in wire.errors.items())
 
@@ -286,6 +299,8 @@ def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> Non
     bad = torch.tensor([[1.0, math.nan], [3.0, 4.0]])
     for name in NAMES:
         wire = Wire(parse_compression(name))
+        arrived: Any
+        after: Any
         [arrived] = wire.restore(wire.compress("here", [bad]), [make_spec(bad)])
         assert arrived.isnan().any(), name
         [after] = wire.restore(wire.compress("here", [torch.ones(2, 2)]), [make_spec(bad)])

@@ -143,7 +143,7 @@ def test_outside_the_library_only_documented_names_are_used(where: str) -> None:
     assert not unknown
 
 
-def test_library_knows_no_application_and_needs_torch_and_numpy_alone() -> None:
+def test_library_knows_no_application_and_needs_torch_numpy_and_pyzmq_alone() -> None:
     """All imports at the head of a file; others are imported when they are used, and an error names their extra."""
     for file in FILES:
         if part(file) in ("app", "__main__"):
@@ -151,7 +151,7 @@ def test_library_knows_no_application_and_needs_torch_and_numpy_alone() -> None:
         assert not [module for module, _ in imported(file) if module.startswith("nwise.app")], file
         heads = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [(getattr(node, "module", None) or node.names[0].name).partition(".")[0] for node in heads]
-        assert set(names) <= {*sys.stdlib_module_names, "torch", "numpy", "nwise"}, file
+        assert set(names) <= {*sys.stdlib_module_names, "torch", "numpy", "zmq", "nwise"}, file
 
 
 def test_no_submodule_hides_a_function() -> None:

@@ -73,7 +73,7 @@ def recorded(steps: int = 4) -> dict[str, Any]:
     for e in drawn.timeline.events:
         a = e.action
         events[a.stage].append([a.kind.value, a.stage, a.microbatch, a.message, a.minibatch, e.cycle, e.start, e.end])
-    return {"strategy": "2-wise", "events": events, "bytes": [{"measured": [8.0, 8.0], "predicted": [8.0, 8.0]}] * 4}
+    return {"strategy": "2-wise", "events": events, "bytes": [[8, 8]] * 4}
 
 
 # Each browser takes ten seconds, and a phone shows the same page.

@@ -56,7 +56,7 @@ def test_one_process_loads_nothing_of_several() -> None:
         heads = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ImportFrom)]
         left += [str(node.module) for node in heads if str(node.module).startswith("nwise")]
     assert "nwise.runtime.engine" in found
-    several = ("channel", "ledger", "post", "replicas", "watch", "world")
+    several = ("channel", "post", "replicas", "watch", "world")
     assert not found & {f"nwise.runtime.{name}" for name in several}
 
 

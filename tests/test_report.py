@@ -189,7 +189,7 @@ def test_ranks_with_several_stages_have_no_name_of_a_stage() -> None:
     ranks: list[list[tuple[int, Action, float, float]]] = [[], []]
     for e in simulate(schedule.with_costs(PAPER), cycles=6).events:
         ranks[schedule.placement[e.action.stage]].append((e.cycle, e.action, e.start, e.end))
-    found = Comparison(schedule, ranks, [{"measured": [8, 8], "predicted": [8, 8]}] * 2)
+    found = Comparison(schedule, ranks, [[8, 8]] * 2)
     chart = utilisation(row_names(schedule.placement), {"measured": found.utilisation})
     assert chart["data"][0]["x"] == ["rank 0", "rank 1"]
     console = Output(file=io.StringIO(), width=120)

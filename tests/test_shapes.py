@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,32 +13,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launch import scripted
-from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, packed, to_json, unpacked, with_layout
+from nwise.runtime.shapes import Spec, check_sendable, from_json, make_spec, to_json, with_layout
 
 
-def test_output_whose_size_depends_on_values_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """Regression: shapes came from a run on fake tensors, which refused such stages on one rank, with torch's words, while the
-    others waited."""
+def test_outputs_whose_size_depends_on_values_travel(tmp_path: Path) -> None:
+    """Each message says its shapes. Regression: two steps with equal batches and other outputs ended the ranks."""
     text = (
         "import nwise, torch\nfrom torch import nn\n"
         "class Picks(nn.Module):\n    def forward(self, x):\n        return x[x[:, 0] > 0]\n"
+        "torch.manual_seed(0)\n"
         "stages = [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), Picks()), nn.Identity()]\n"
-        "pipe = nwise.Pipeline(stages, None, lambda y, _: y.sum(), 'end-to-end')\n"
+        "pipe = nwise.Pipeline(stages, None, lambda y, _: y.sum(), 'end-to-end', checks='never')\n"
         "stages[1][0].weight.data, stages[1][0].bias.data = torch.eye(2), torch.zeros(2)\n"
         "stages[0].weight.data, stages[0].bias.data = torch.eye(2), torch.zeros(2)\n"
         "for x in ([[1, 1], [1, 1]], [[1, 1], [2, 2]], [[1, 1], [-1, 1]]):\n    pipe.step(torch.tensor(x).float())\n"
+        "print('bias', stages[0].bias.grad)\n"
     )
-    began = time.monotonic()
     done = scripted(3, text, tmp_path)
-    said = re.findall(r"^nwise: rank \d .* stops: (.*)$", done.stderr, re.MULTILINE)
-    assert time.monotonic() - began < 100, "and not the time limit"
-    assert len(said) == 3
-    assert len(set(said)) == 1
-    assert re.fullmatch(
-        r"Rank 1 \(stage 1\) failed at SX1\(0\) .* of step 2: ValueError: The output of stage 1 should have the same shapes, "
-        r"dtypes and names .*\. Found float32 \[1, 2\], after float32 \[2, 2\] earlier; pad an output .*",
-        said[0],
-    )
+    assert not done.returncode, done.stderr
+    assert "bias tensor([5., 5.])" in done.stdout, "of five rows in all"
 
 
 class Logs(torch.Tensor):
@@ -73,15 +64,9 @@ def test_nested_tensors_have_no_spec() -> None:
         make_spec(torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
 
 
-def test_gradient_messages_leave_out_integer_tensors() -> None:
-    specs = (Spec((2, 3), torch.float32), Spec((2,), torch.int64), Spec((2, 1), torch.bfloat16))
-    assert from_json(to_json(specs)) == specs
-    gradient = torch.ones(2, 3)
-    sent, absent = packed((gradient, None, None), specs, torch.device("cpu"))
-    assert sent[0] is gradient
-    assert torch.equal(sent[1], torch.zeros(2, 1, dtype=torch.bfloat16))
-    assert absent == [1]
-    assert [g is None for g in unpacked(sent, specs)] == [False, True, False]
+def test_specs_survive_json() -> None:
+    specs = (Spec((2, 3), torch.float32), None, Spec((2,), torch.int64, "mask"), Spec((2, 1), torch.bfloat16))
+    assert from_json(json.loads(json.dumps(to_json(specs)))) == specs
 
 
 @given(st.permutations(range(3)), st.tuples(*[st.integers(0, 3)] * 3))

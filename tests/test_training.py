@@ -591,9 +591,8 @@ def test_command_line_training_matches_single_process(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert run(["report", str(many), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)["runs"][0]["timeline"]
-    assert numbers["bytes"] == [
-        {"measured": one["predicted"], "predicted": one["predicted"]} for one in numbers["bytes"]
-    ]
+    forward, back = map(sum, zip(*numbers["bytes"], strict=True))
+    assert forward == back > 0, "2-wise sends a gradient for each activation"
     assert numbers["period_ms"]["measured"] > 0
     trace = json.loads((many / "trace.json").read_text())["traceEvents"]
     assert {e["pid"] for e in trace} == {0, 1}

@@ -30,11 +30,10 @@ DIFFERENT = {
         f"pipe, data = pipeline(2, '2-wise', 2, schedule=['skewed', 'depth-first'][RANK]), batches(1)\n{TRAIN}",
         "Every rank should have the same schedule. Found lists that differ from those of rank [01]; make the same calls",
     ),
-    # Regression: the last batch of one rank was larger, and a message met memory of another size. Both ranks know the shapes,
-    # so no header tells the difference. Gloo would end the process.
+    # Regression: the last batch of one rank was larger, and a message met memory of another size.
     "lengths": (
         f"pipe, data = pipeline(2, '2-wise', 1), batches(3, sizes=(4, 5, 4 + RANK))\n{TRAIN}",
-        r"should get mini-batches of the same shapes as rank \d. Found micro-batches, 1 of float32 \[\d, 6\] in step 2",
+        r"should get (mini-batches of the same shapes|the whole mini-batch).*\. Found micro-batches, 1 of float32 \[\d, 6\]",
     ),
     # Regression: local training showed the difference only at its end, and the exit code was 0.
     "steps": (

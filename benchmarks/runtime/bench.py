@@ -162,7 +162,6 @@ def measure(world: Processes, case: Case) -> Measured:
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
     engine.forget()
-    engine.mailbox.close()
     every = world.gather("periods", [periods, [total / step for total in sent]])
     ceiling = median(world.gather("ceiling", _ceiling(schedule, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]

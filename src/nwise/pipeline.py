@@ -66,7 +66,7 @@ class Pipeline(Program):
         capture: whether to record steps on a GPU and replay them without Python (`nwise.capture`).
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
-    freeze parameters. The next step uses the new values. On several processes the output of a stage keeps its shape and dtype.
+    freeze parameters. The next step uses the new values.
 
     Attributes:
         steps: number of finished mini-batches, used by rotating strategies and dropout. Set it when you resume,
@@ -280,10 +280,10 @@ class Pipeline(Program):
         return self._engine is not None and self._engine.has_pending
 
     @property
-    def bytes_per_step(self) -> dict[str, list[int]]:
-        """Bytes that this process sent in the last step as activations and as gradients, measured and predicted."""
+    def bytes_per_step(self) -> list[int]:
+        """Bytes that this process sent in the last step as activations and as gradients."""
         if self._engine is not None:
-            return self._engine.bytes_of_last_step
+            return self._engine.sent
         raise RuntimeError("`bytes_per_step` should be read after a step. Found none so far; call `step` first.")
 
     def close(self) -> None:

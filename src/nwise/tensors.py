@@ -103,7 +103,7 @@ def scatter(tensors: Tensors, num_parts: int) -> list[Tensors]:
 
 def as_leaves(tensors: Tensors, *, tracked: bool) -> Tensors:
     """Return detached tensors that record a separate graph; with `tracked` they have gradients where they can."""
-    leaves = each(tensors, Tensor.detach)
+    leaves = tuple(map(Tensor.detach, tensors)) if type(tensors) is tuple else each(tensors, Tensor.detach)
     for x in leaves if tracked else ():
         x.requires_grad_(x.is_floating_point() or x.is_complex())
     return leaves

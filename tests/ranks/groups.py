@@ -1,5 +1,5 @@
 """How many of gloo's threads a process has that only passes messages on, which dimensions its mesh has, and whose messages arrive
-where, since activations travel through the default group."""
+where."""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nwise.runtime.ledger import MessagePlan
+from nwise.runtime.channel import Name
 from nwise.runtime.world import World
-from nwise.schedule.actions import Action, Kind
 from ranks.common import write
 
-KEY = Action(Kind.RECEIVE_ACTIVATION, 1, 0)
-ONE = MessagePlan((((KEY, 0),),))
+NAME = Name(0, 0, 0)
 
 
 def first_message(world: World, value: float) -> float:
-    """Check a forward channel that is not closed: its receives stay posted."""
-    senders, receivers = world.channels(torch.device("cpu"))
+    """Check a channel that is not closed."""
+    (channel,) = world.channels(torch.device("cpu")).values()
     if world.place == 0:
-        senders[1].start(ONE, (None,), 0)
-        senders[1].send(KEY, sent := (torch.tensor([value]),), sent)
+        sent = (torch.tensor([value]),)
+        channel.send(NAME, sent, sent)
         return value
-    receivers[0].start(ONE, (None,), 0)
-    (received,), _ = receivers[0].take(KEY)
+    (received,) = channel.take(NAME).parts
     return received.item()
 
 

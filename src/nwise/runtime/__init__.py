@@ -10,7 +10,7 @@
 Several processes also load::
 
     world, watch                        the exchange between ranks, and their errors
-    post, channel, ledger               the mailbox of several processes: messages, and what both ends know of them
+    post, channel                       the mailbox of several processes, and the messages that are pushed between two
     replicas                            the sums of gradients
 """
 

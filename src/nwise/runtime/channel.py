@@ -1,70 +1,101 @@
-"""Channels: one direction between two ranks, for activations and gradients.
+"""Channels: messages between this rank and another, pushed to the one that reads them.
 
-There is one channel from every rank to every rank that it sends to. In every call it carries the messages of its plan in the
-order of their sends, so nothing has to name a message; nccl has no tags. The first message of a shape follows a header
-(`nwise.runtime.ledger`). On CPUs the receiver has its next receive posted, so a message travels at once while both sides compute.
-Posting takes as long as a small message. Two receives are therefore posted right after a send, when no rank waits, and a message
-that has arrived is taken without another post:
+A message is a header and its bytes. It waits at the receiver until a task reads it, so nothing is posted, told or agreed before,
+and a latency is paid once::
 
-    receiver              posted receives
-    start                 0  1
-    take message 0           1
-    own send, `post`         1  2
-    take message 1              2
-    take message 2                 3       posted before the wait, because none was left
+    sender      name, number, shapes | bytes ---->  waits here, until a task of this name reads it
+                <---- how many have been taken
 
-After the receive of a header none is posted until the header has been read. From the second call with the same plan and shapes
-on, receives are also posted beyond the call, as if the next one was equal. If it is not, they are completed with dummy messages
-and discarded:
+A sender runs ahead by a window of bytes, and by the messages of its present calls whatever their size, which no list waits for in
+vain. So a fast sender fills no memory, and none waits forever.
 
-    receiver    posts up to 2 (old shapes)                     takes 2, discards them, posts 2 (new shapes)
-    sender                                   sends 2 zeros, waits for all sends
-
-A sender waits only until the transport has taken the same message of the previous cycle of calls, so it keeps at most one
-cycle of messages. Under a delay it keeps one more cycle for every call that may lie between a send and its receive.
+On CPUs zmq carries the bytes (https://zeromq.org); on GPUs nccl does, and zmq the headers. Each job has a token, with which every
+header begins: what a stranger sends is dropped. With ``NWISE_SECRET`` set, messages are encrypted by keys that follow from it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import zmq
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import Store
+from zmq.utils import z85
 
-from nwise._torch import versions
-from nwise.randomness import derive
-from nwise.runtime.ledger import Expected, Key, Label, Ledger, MessagePlan, Window
-from nwise.runtime.shapes import HEADER, Form, Spec, Specs, describe, make_specs, read_header, with_layout, write_header
-from nwise.schedule.actions import SENDS, Kind
-from nwise.tensors import Tensors
+from nwise.checks import warn
+from nwise.runtime.shapes import Spec, Specs, from_json, make_spec, make_specs, to_json, with_layout
+from nwise.stage.tape import Cotangents
+from nwise.tensors import Tensors, names
 
-# Tags of messages that follow a header, and of those of forwards alone. A message of a known label has a tag of that label: if
-# one rank trains and another only infers, or has a mini-batch of another shape, a message must not land in memory of another
-# size, which ends a process without a word. Both wait until the watch has compared their calls. nccl has no tags.
-_TAG, _FORWARD_TAG = 0x6E77, 0x6E78
-_AHEAD = 2  # receives posted in advance
+__all__ = ["Channel", "Content", "LostPeer", "Name", "host_of"]
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("<16sQqqqI12x")  # token, number of the message, name, length of its form; 64 bytes
+_TAKEN = -(2**62)  # stands for the task in a message that tells how many have been taken
+_WINDOW = 2**26  # bytes that a sender is ahead
+_LARGE = 2**15  # bytes from which tensors travel in frames of their own, without a copy
+_GRAIN = 16  # bytes at whose multiples tensors begin in a frame
+_MOST_HEADER = 2**20  # bytes
+_MOST_FORMS = 2**12  # headers that an end remembers
+_MOST = 2**36  # bytes of a tensor
+_PULSE = 100  # milliseconds after which a rank that waits looks around
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One end of a channel."""
+class Name(NamedTuple):
+    """The name of a message.
 
-    group: ProcessGroup  # of one direction
-    peer: int  # global rank of the other end
-    device: torch.device
+    Args:
+        epoch: number of times that messages on their way were dropped.
+        number: number of the mini-batch.
+        task: number of the task that makes it.
+    """
 
-    @property
-    def early(self) -> bool:
-        """Whether receives are posted in advance: on CPUs only."""
-        # A receive of nccl is a kernel that waits on the device. Synchronising the device would wait for a message whose
-        # sender may in turn need this process.
-        return self.device.type == "cpu"
+    epoch: int
+    number: int
+    task: int
+
+
+class Content(NamedTuple):
+    """What a message brings.
+
+    Args:
+        specs: shapes, dtypes and names of the tensors that it is about; None where there is none.
+        parts: the tensors that travel, which are those themselves without compression.
+        label: what both ends should have alike, such as the schedule.
+    """
+
+    specs: Sequence[Spec | None]
+    parts: Tensors
+    label: str
+
+
+class Form(NamedTuple):
+    """What messages of one kind look like.
+
+    Args:
+        text: the part of the header that says it.
+        layouts: of what travels.
+        num_bytes: size of what travels.
+    """
+
+    text: bytes
+    layouts: Specs
+    num_bytes: int
 
 
 class LostPeer(RuntimeError):
@@ -75,280 +106,279 @@ class LostPeer(RuntimeError):
         super().__init__(f"lost rank {peer}: {why}")
 
 
-class Sender:
-    """The end that sends; `num_bytes` counts the bytes of the present call without headers, by kind of the receive."""
+@dataclass(frozen=True)
+class Carrier:
+    """What carries the bytes instead of zmq: groups of `torch.distributed` for each direction, on a device."""
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._ledger = link, Ledger()
-        self._next: Iterator[Expected] = iter(())
-        self.num_bytes: dict[Kind, int] = {}
-        self._on_the_way: deque[tuple[Tensors, list[Any]]] = deque()
-        self._last: tuple[Key, Tensors, list[int]] | None = None  # the message before, with the version of each tensor
+    ahead: ProcessGroup
+    back: ProcessGroup
+    device: torch.device
 
-    def start(self, plan: MessagePlan, window: Window, call: int) -> None:
-        """Begin a call."""
-        if self._ledger.breaks(plan, window, call):
-            self.flush()
-        self._next = iter(self._ledger.begin(plan, window, call))
-        self.num_bytes = dict.fromkeys(SENDS.values(), 0)
 
-    def send(self, key: Key, tensors: Sequence[Tensor], parts: Tensors) -> Form:
-        """Send the next message of the plan, and wait for the same one of an earlier cycle; return its form.
+class Channel:
+    """The messages between this rank and another, both ways. `connect` makes it ready.
 
-        What travels are `parts`, which are the `tensors` themselves without compression.
+    Args:
+        peer: global rank of the other end.
+        host: address of this machine at which the other rank finds it.
+        token: token of the job, 16 bytes.
+        check: function that raises if another rank has failed.
+        carrier: what carries the bytes instead of zmq. Default: none.
 
-        Raises:
-            ValueError: the tensors have another form than those of an earlier message for equal shapes, or something has changed
-                the message before, which may still be read.
+    Attributes:
+        addresses: those for the other rank's `connect`: that of this machine, and those of the port, on the machine and beyond.
+        allowance: number of messages that may be on their way whatever their size.
+    """
+
+    def __init__(
+        self, peer: int, host: str, token: bytes, check: Callable[[], None], carrier: Carrier | None = None
+    ) -> None:
+        self.peer, self.allowance = peer, 2
+        self._token, self._check, self._carrier = token, check, carrier
+        self._inbox, self._outbox = _socket(zmq.PULL, token), _socket(zmq.PUSH, token)
+        self._inbox.rcvtimeo = _PULSE
+        self._inbox.maxmsgsize = _MOST
+        brackets = f"[{host}]" if ":" in host else host
+        port = self._inbox.bind_to_random_port(f"tcp://{brackets}")
+        # An abstract socket of Linux, which processes of one network see, takes half of the time.
+        near = f"ipc://@nwise-{secrets.token_hex(16)}"
+        self._inbox.bind(near)
+        self._host, self.addresses = host, (host, near, f"tcp://{brackets}:{port}")
+        self._broken = self._outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._sent = self._received = 0  # numbers of messages
+        self._taken, self._owed = 0, 0  # messages that a task has read, and their bytes since the other end was told
+        self._known, self._ahead = 0, deque[int]()  # messages known to be taken, and the bytes of each that is not
+        self._bytes_ahead, self._epoch = 0, 0
+        self._arrived: dict[Name, tuple[Content, list[Any], int]] = {}
+        self._made: dict[object, Form] = {}  # those of messages sent, by what they follow from
+        self._forms: dict[bytes, tuple[Sequence[Spec | None], Specs, str]] = {}  # those of messages received
+        self._warned = False
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to the other end."""
+        host, near, far = addresses
+        self._outbox.connect(near if host == self._host else far)
+
+    def send(self, name: Name, made: Cotangents, parts: Tensors, label: str = "") -> int:
+        """Send a message; wait if the other end is far behind. Return the bytes of what travels.
+
+        Args:
+            name: its name.
+            made: the tensors that it is about, of which some may be None.
+            parts: the tensors that travel.
+            label: what both ends should have alike, such as the schedule; default: nothing.
         """
-        if self._last is not None:
-            _check_unchanged(*self._last)
-        message = next(self._next, None)
-        if message is None or message.key != key:
-            raise RuntimeError(f"A channel should send {message and message.key} next. Found {key}.")
-        # `enter` gives the message its form, so its tag, which tells the other end that a header comes first, is taken before.
-        form = message.form or self._ledger.form(message)
-        tag, header = _tag(message), cast(Tensors, ())
+        known = names(cast(Tensors, made))
+        of = [None if t is None else (t.shape, t.dtype) for t in made]
+        key = (label, known, *of, *[(t.shape, t.stride(), t.dtype) for t in parts])
+        form = self._made.get(key)
         if form is None:
-            form = self._ledger.enter(message, tuple(map(with_layout, make_specs(tensors), tensors)))
-            header = self._header(message, form.specs)
-        _check(key, form, tensors, parts)
-        self._send((*header, *map(Spec.in_memory, form.parts, parts)), tag)
-        self.num_bytes[key.kind] += form.num_bytes
-        self._last = key, parts, versions(parts)
-        return form
+            form = _remember(self._made, key, _form_of(made, known, parts, label))
+        while self._bytes_ahead + form.num_bytes > _WINDOW and len(self._ahead) >= self.allowance:
+            self._read()
+        memory = [spec.in_memory(_plain(t)).contiguous() for spec, t in zip(form.layouts, parts, strict=True)]
+        if self._carrier is None:
+            self._push(name, form.text, memory, form.num_bytes)
+        else:
+            self._push(name, form.text, ())
+            for t in memory:
+                if t.numel():
+                    self._carrier.ahead.send([t], self.peer, 0)
+        self._ahead.append(form.num_bytes)
+        self._bytes_ahead += form.num_bytes
+        return form.num_bytes
 
-    def send_nothing(self) -> None:
-        """Send the next message of the plan, which belongs to no mini-batch."""
-        message = next(self._next)
-        self._send(self._header(message, ()), _tag(message))
+    def take(self, name: Name) -> Content:
+        """Wait for a message, and return what it brings; others that arrive stay."""
+        while name not in self._arrived:
+            self._read()
+        content, works, size = self._arrived.pop(name)
+        for work in works:
+            work.wait()
+        self._count(size)
+        return content
 
-    def _header(self, message: Expected, specs: Specs) -> Tensors:
-        return tuple(t.to(self._link.device) for t in write_header(self._ledger.header(message, specs)))
+    def drop(self, epoch: int) -> None:
+        """Drop the messages of earlier epochs, also those that are still to come."""
+        self._epoch = epoch
+        for name in [name for name in self._arrived if name.epoch < epoch]:
+            self._count(self._arrived.pop(name)[2])
 
-    def _send(self, tensors: Tensors, tag: int) -> None:
-        link, plan = self._link, self._ledger.plan
-        # What travels is memory, so a conjugation or negation that torch has put off is made now.
-        kept = tuple(t.resolve_conj().resolve_neg().contiguous() for t in tensors if t.numel())
-        # The group's own call, because `dist.isend` would look up the group and the peer again.
-        works = [_transport(link.peer, link.group.send, [t], link.peer, tag) for t in kept]
-        self._on_the_way.append((kept, works))
-        # Wait for an old message only after the new one is sent, because the other end may be waiting for the new one. With
-        # 3 messages a cycle and a travel of 1 call, 6 may be on their way; the 7th waits for the first.
-        if len(self._on_the_way) > (1 + plan.travel) * plan.size:
-            _wait(self._on_the_way.popleft()[1], link.peer)
+    def close(self) -> None:
+        """End the connection, once neither end waits for a message."""
+        self._outbox.disable_monitor()
+        for one in (self._broken, self._outbox, self._inbox):
+            one.close(linger=0)
 
-    def flush(self) -> None:
-        """Fill the receives that the other end has posted, and wait until the transport has taken all messages."""
-        # The receiver has posted the same: both know from their ledgers alone what lies beyond the call.
-        if self._ledger.steady and self._link.early:
-            for message in itertools.islice(self._ledger.ahead(), _AHEAD):
-                form = self._ledger.form(message)
-                specs = (HEADER,) if form is None else form.parts
-                self._send(tuple(s.zeros(self._link.device) for s in specs), _tag(message))
-                if form is None:
-                    break
-        for _, works in self._on_the_way:
-            _wait(works, self._link.peer)
-        self._on_the_way.clear()
-        self._last = None
+    def _count(self, size: int) -> None:
+        self._taken += 1
+        self._owed += size
+        if self._owed > _WINDOW // 2:
+            self._tell()
 
+    def _tell(self) -> None:
+        """Tell the other end how many messages have been taken."""
+        self._owed = 0
+        self._push(Name(0, self._taken, _TAKEN), b"", ())
 
-class Posted(NamedTuple):
-    """A receive that the transport knows of."""
+    def _push(self, name: Name, form: bytes, memory: Sequence[Tensor], size: int = 0) -> None:
+        # One frame costs less than several:
+        #
+        #     small    header, form, tensor, tensor
+        #     large    header, form | tensor | tensor
+        head = _HEADER.pack(self._token, self._sent, *name, len(form)) + form
+        if size < _LARGE:
+            self._outbox.send(b"".join([head, *map(_padded, memory)]))
+        else:
+            self._outbox.send(head, zmq.SNDMORE)
+            for i, t in enumerate(memory):
+                self._outbox.send(_bytes(t), 0 if i == len(memory) - 1 else zmq.SNDMORE, copy=False)
+        self._sent += 1
 
-    message: Expected
-    tensors: Tensors  # memory for what travels; for the header if its form is not known
-    works: list[Any]
+    def _read(self) -> None:
+        """Wait for a message, and put it where `take` finds it."""
+        frames = self._next()
+        if not frames:
+            self._look()
+            return
+        head = frames[0].buffer
+        token, number, *name, length = _HEADER.unpack_from(head) if len(head) >= _HEADER.size else (b"", 0, 0, 0, 0, 0)
+        if not hmac.compare_digest(token, self._token) or length > _MOST_HEADER:
+            if not self._warned:
+                warn(f"Something that is not this job sent a message to the port for rank {self.peer}. It is dropped.")
+            self._warned = True
+            return
+        if number != self._received:
+            raise LostPeer(self.peer, f"{number - self._received} messages are missing; the connection was lost")
+        self._received += 1
+        if name[2] == _TAKEN:
+            while self._known < name[1]:
+                self._bytes_ahead -= self._ahead.popleft()
+                self._known += 1
+            return
+        end = _HEADER.size + length
+        specs, layouts, label = self._form(bytes(head[_HEADER.size : end]))
+        tensors, works = self._arriving(layouts, frames, end)
+        size = sum([spec.num_bytes for spec in layouts])
+        if name[0] < self._epoch:
+            self._count(size)
+        else:
+            self._arrived[Name(*name)] = Content(specs, tensors, label), works, size
 
+    def _next(self) -> list[zmq.Frame]:
+        """Wait for a message for a while; return its frames, none if it does not come."""
+        try:
+            frames = [self._inbox.recv(copy=False)]
+        except zmq.Again:
+            return []
+        while frames[-1].more:
+            frames.append(self._inbox.recv(copy=False))
+        return frames
 
-class Receiver:
-    """The end that receives."""
+    def _form(self, text: bytes) -> tuple[Sequence[Spec | None], Specs, str]:
+        """Return what a header says of the tensors that a message is about, of those that travel, and its label."""
+        known = self._forms.get(text)
+        if known is None:
+            about, parts, label = json.loads(text)
+            layouts = tuple(spec for spec in from_json(parts) if spec is not None)
+            known = _remember(self._forms, text, (from_json(about), layouts, label))
+        return known
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._ledger = link, Ledger()
-        self._due: deque[Expected] = deque()  # messages of the calls so far that are not posted
-        self._ahead: Iterator[Expected] = iter(())  # those of the calls to come, if these are foreseen
-        self._posted: deque[Posted] = deque()
-        self._arrived: defaultdict[Key, deque[tuple[Tensors, Form]]] = defaultdict(deque)
-        self._missing = 0  # number of messages of the calls so far that are still to be taken from the transport
+    def _arriving(self, layouts: Specs, frames: Sequence[zmq.Frame], place: int) -> tuple[Tensors, list[Any]]:
+        """Return the tensors of a message whose header ends at a place, and what to wait for before they are read."""
+        if self._carrier is not None:
+            tensors = tuple(spec.empty(self._carrier.device) for spec in layouts)
+            memory = [spec.in_memory(t) for spec, t in zip(layouts, tensors, strict=True) if t.numel()]
+            return tensors, [self._carrier.back.recv([t], self.peer, 0) for t in memory]
+        made = []
+        for i, spec in enumerate(layouts):
+            alone = len(frames) > 1
+            made.append(_read_from(frames[i + 1 if alone else 0].buffer, 0 if alone else place, spec))
+            place += -(-spec.num_bytes // _GRAIN) * _GRAIN
+        return tuple(made), []
 
-    def breaks(self, plan: MessagePlan, window: Window, call: int) -> bool:
-        """Tell whether all messages up to a call must have been taken before it."""
-        return self._ledger.breaks(plan, window, call)
-
-    def start(self, plan: MessagePlan, window: Window, call: int) -> None:
-        """Begin a call."""
-        if self.breaks(plan, window, call):
-            self.flush()
-        foreseen = self._ledger.steady
-        messages = self._ledger.begin(plan, window, call)
-        self._missing += len(messages)
-        if foreseen and self._ledger.steady:
-            return  # `_ahead` has these messages
-        self._due += messages
-        if self._ledger.steady:
-            self._ahead = self._ledger.ahead()
-        self.post()
-
-    def post(self, count: int = _AHEAD) -> None:
-        """Post the next receives until `count` are posted."""
-        posted = self._posted
-        while len(posted) < count and self._link.early and not (posted and posted[-1].message.form is None):
-            if not self._post():
-                break
-
-    def _post(self) -> bool:
-        """Post the receive of the next message; return whether there is one."""
-        message = self._due.popleft() if self._due else next(self._ahead, None)
-        if message is not None:
-            form = self._ledger.form(message)
-            works = self._receive((HEADER,) if form is None else form.parts, _tag(message))
-            self._posted.append(Posted(message, *works))
-        return message is not None
-
-    def _receive(self, specs: Specs, tag: int) -> tuple[Tensors, list[Any]]:
-        link = self._link
-        tensors = tuple(spec.empty(link.device) for spec in specs)
-        memory = [t for t in map(Spec.in_memory, specs, tensors) if t.numel()]
-        return tensors, [_transport(link.peer, link.group.recv, [t], link.peer, tag) for t in memory]
-
-    def take(self, key: Key) -> tuple[Tensors, Form]:
-        """Wait for a message and return it with its form; those that were sent before it are kept for later."""
-        while not self._arrived[key]:
-            self._take_next()
-        return self._arrived[key].popleft()
-
-    def _take_next(self) -> None:
-        """Wait for the next message of the plan and keep it."""
-        if not self._posted:
-            posted = self._post()
-            assert posted, "a message is taken in the call that sends it, or later"
-        message, tensors, works = self._posted.popleft()
-        form = message.form
-        if form is None:
-            tag = _tag(message)
-            form = self._ledger.enter(message, self._read(message, tensors, works))
-            tensors, works = self._receive(form.parts, tag)
-        self._missing -= 1
-        # Before the wait: if this rank is the slower one, its peer's next message finds memory to land in.
-        self.post(1)
-        _wait(works, self._link.peer)
-        self._arrived[message.key].append((tensors, form))
-
-    def _read(self, message: Expected, header: Tensors, works: list[Any]) -> Specs:
-        """Wait for the header of a message; return the specs in it, none for no mini-batch."""
-        _wait(works, self._link.peer)
-        content = read_header(header[0])
-        if isinstance(content, int):  # the length of a header that does not fit into 1024 bytes, which follows
-            rest, works = self._receive((Spec((content,), HEADER.dtype),), _tag(message))
-            _wait(works, self._link.peer)
-            content = read_header(rest[0])
-        return self._ledger.specs(message, content, self._link.peer)
-
-    def form(self, key: Key, label: Label) -> Form:
-        """Return the form of a message, of which there has been one for a micro-batch with this label."""
-        return self._ledger.known(key, label)
-
-    def forget(self) -> None:
-        """Take all messages that were sent for a schedule that is over, and drop them."""
-        self.catch_up()
-        self._arrived.clear()
-
-    def catch_up(self) -> None:
-        """Take all messages that were sent, and post the next receives."""
-        while self._missing:
-            self._take_next()
-        self.post()
-
-    def flush(self) -> None:
-        """Wait for the posted receives, which the other end fills with zeros, and discard them."""
-        self.catch_up()
-        while self._posted:
-            _wait(self._posted.popleft().works, self._link.peer)
-        self._ahead = iter(())
+    def _look(self) -> None:
+        """Look around in a long wait: whether another rank has failed, and whether the other end waits for this one."""
+        self._check()
+        if self._owed:
+            self._tell()
+        if self._broken.poll(0):
+            time.sleep(0.2)  # a rank that ends after an error has told it before
+            self._check()
+            raise LostPeer(self.peer, "the connection was closed")
 
 
-def start_all(
-    outgoing: Iterable[tuple[Sender, MessagePlan]],
-    incoming: Sequence[tuple[Receiver, MessagePlan]],
-    window: Window,
-    call: int,
-) -> None:
-    """Begin a call on all channels of a rank."""
-    # If plans change, every rank takes the messages sent so far and posts its receives, then fills its peers' receives, then
-    # waits for its own. So every receive is posted before any rank waits.
-    for receiver, plan in incoming:
-        if receiver.breaks(plan, window, call):
-            receiver.catch_up()
-    for sender, plan in outgoing:
-        sender.start(plan, window, call)
-    for receiver, plan in incoming:
-        receiver.start(plan, window, call)
+def _remember(forms: dict[Any, T], key: object, form: T) -> T:
+    if len(forms) == _MOST_FORMS:
+        forms.clear()
+    forms[key] = form
+    return form
 
 
-def _tag(message: Expected) -> int:
-    if message.label is None:
-        return _FORWARD_TAG
-    return _TAG if message.form is None else _label_tag(message.label[2])
+def _form_of(made: Cotangents, known: Sequence[str], parts: Tensors, label: str) -> Form:
+    called = known or ("",) * len(made)
+    specs = [None if t is None else make_spec(t, name) for t, name in zip(made, called, strict=True)]
+    layouts = tuple(map(with_layout, make_specs(parts), parts))
+    text = json.dumps([to_json(specs), to_json(layouts), label]).encode()
+    text += b" " * (-len(text) % _GRAIN)
+    return Form(text, layouts, sum(spec.num_bytes for spec in layouts))
 
 
-@lru_cache(maxsize=1024)
-def _label_tag(label: Label) -> int:
-    return derive(repr(label)) & 0x7FFF_FFFF  # a tag has 31 bits
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the values in memory, without a conjugation or negation that torch has put off."""
+    tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
-def _what(key: Key) -> str:
-    forward = key.kind is Kind.RECEIVE_ACTIVATION
-    return f"output of stage {key.stage - 1}" if forward else f"gradient that stage {key.stage + 1} returns"
+def host_of(store: Store) -> str:
+    """Return the address of this machine in the network of the store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", "localhost"), getattr(store, "port", 1)
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing, but chooses a route
+        return str(probe.getsockname()[0])
 
 
-def _check_unchanged(key: Key, tensors: Tensors, before: list[int]) -> None:
-    """Raise ValueError if a message has been changed in place since it was sent."""
-    if versions(tensors) != before:
-        raise ValueError(
-            f"The {_what(key)} should stay as it is, because another process reads it. Found that it was changed in place after "
-            "the call that made it; let the stage return a clone of memory that it writes again."
-        )
+@cache
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context()
 
 
-def _check(key: Key, form: Form, tensors: Sequence[Tensor], parts: Tensors) -> None:
-    """Raise ValueError unless a message has its form."""
-    if not form.fits(tensors):
-        raise ValueError(
-            f"The {_what(key)} should have the same shapes, dtypes and names in every step whose micro-batch has the same "
-            f"shapes, because another process relies on them. Found {describe(make_specs(tensors))}, after "
-            f"{describe(form.specs)} earlier; pad an output whose size depends on values, and make a new pipeline if you cast or "
-            "replaced the stage, or switched its mode."
-        )
-    if not form.carries(parts):
-        raise ValueError(
-            f"`compress` should return tensors like those that its `specs` names. Found {describe(make_specs(parts))} instead of "
-            f"{describe(form.parts)}."
-        )
+def _socket(kind: int, token: bytes) -> zmq.Socket[bytes]:
+    """Return a socket without a limit of messages: the window is one of bytes."""
+    made = _context().socket(kind)
+    made.ipv6 = True
+    made.linger = 0
+    made.set_hwm(0)
+    if secret := os.environ.get("NWISE_SECRET"):
+        # Who knows the secret has both keys, and nobody else knows even the public one.
+        key = z85.encode(hashlib.sha256(secret.encode() + token).digest())
+        made.curve_secretkey, made.curve_publickey = key, zmq.curve_public(key)
+        if kind == zmq.PULL:
+            made.curve_server = True
+        else:
+            made.curve_serverkey = zmq.curve_public(key)
+    return made
 
 
-def introduce(group: ProcessGroup, links: Iterable[tuple[int, int]], rank: int, device: torch.device) -> None:
-    """Connect ranks by a number over each link (sending rank, receiving rank), in the same order on all ranks."""
-    # nccl connects at the first use and waits for the other end. Two ranks that first use different links would wait for each
-    # other forever.
-    number = torch.zeros(1, device=device)
-    for sender, receiver in links:
-        if rank in (sender, receiver):
-            peer, call = (receiver, group.send) if rank == sender else (sender, group.recv)
-            _transport(peer, _transport(peer, call, [number], peer, _TAG).wait)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _read_from(buffer: memoryview, place: int, spec: Spec) -> Tensor:
+    """Copy a tensor out of a frame: kernels sum in another order if memory begins elsewhere, and zmq's begins anywhere."""
+    if not spec.num_bytes:
+        return spec.empty(torch.device("cpu"))
+    count = spec.num_bytes // spec.dtype.itemsize
+    return spec.of_memory(torch.frombuffer(buffer, dtype=spec.dtype, count=count, offset=place).clone())
 
 
-def _wait(works: list[Any], peer: int) -> None:
-    for work in works:
-        _transport(peer, work.wait)
+def _bytes(tensor: Tensor) -> Any:
+    """Return the memory of a contiguous tensor."""
+    if not tensor.numel():
+        return b""
+    # NumPy has no bfloat16.
+    return (tensor.reshape(-1).view(torch.uint8) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def _transport(peer: int, call: Callable[..., Any], *args: Any) -> Any:
-    """Call the transport, and turn its errors into a lost peer."""
-    try:
-        return call(*args)
-    except RuntimeError as error:
-        raise LostPeer(peer, str(error)) from error
+def _padded(tensor: Tensor) -> bytes:
+    raw: bytes = _bytes(tensor).tobytes() if tensor.numel() else b""
+    return raw.ljust(-(-len(raw) // _GRAIN) * _GRAIN)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from nwise.runtime.shapes import Spec, make_spec
+from nwise.runtime.shapes import Spec, describe, make_spec, make_specs
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
@@ -184,27 +184,33 @@ class Wire:
         self.compression = compression
         self.errors: dict[Hashable, Tensor] = {}  # what earlier messages left out, by sender
 
-    def specs(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
-        """Return the shapes and dtypes that travel instead of tensors."""
-        rule = self.compression
-        if rule is None:
-            return tuple(specs)
-        return tuple(part for s in specs for part in (rule.specs(s) if s.dtype.is_floating_point else (s,)))
+    def compress(self, sender: Hashable, tensors: Sequence[Tensor | None]) -> Tensors:
+        """Return the parts that travel instead of tensors; None has none.
 
-    def compress(self, sender: Hashable, tensors: Sequence[Tensor], absent: Container[int] = ()) -> Tensors:
-        """Return the parts that travel instead of tensors.
+        Errors are kept for the next message of a `sender`; without one there is no feedback.
 
-        Errors are kept for the next message of a `sender`; without one there is no feedback. The tensors with the indices
-        `absent` stand for None; their errors stay for a later message.
+        Raises:
+            ValueError: the compression makes other parts than it says.
         """
         rule = self.compression
         if rule is None:
-            return tuple(tensors)
-        return tuple(
-            part
-            for i, tensor in enumerate(tensors)
-            for part in self._parts(rule, None if sender is None or i in absent else (sender, i), tensor)
-        )
+            return tuple([t for t in tensors if t is not None])
+        made = list[Tensor]()
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                parts = self._parts(rule, None if sender is None else (sender, i), tensor)
+                wanted, found = self._specs(rule, make_spec(tensor)), make_specs(parts)
+                if wanted != found:
+                    raise ValueError(
+                        f"`compress` should return tensors like those that its `specs` names. Found {describe(found)} instead "
+                        f"of {describe(wanted)}."
+                    )
+                made += parts
+        return tuple(made)
+
+    def _specs(self, rule: Compression, spec: Spec) -> tuple[Spec, ...]:
+        """Return the shapes and dtypes that travel instead of a tensor."""
+        return tuple(rule.specs(spec)) if spec.dtype.is_floating_point else (spec,)
 
     def _parts(self, rule: Compression, key: Hashable, tensor: Tensor) -> Tensors:
         """Return the parts of one tensor, and keep its error under `key`, if there is one."""
@@ -227,15 +233,18 @@ class Wire:
         self.errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
         return parts
 
-    def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec]) -> Tensors:
-        """Return the tensors that the parts describe, of the given shapes and dtypes."""
+    def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec | None]) -> Cotangents:
+        """Return the tensors that the parts describe, of the given shapes and dtypes; None where there is none."""
         rule, rest = self.compression, iter(parts)
-        if rule is None:
-            return tuple(parts)
-        return tuple(
-            rule.restore(tuple(next(rest) for _ in rule.specs(s)), s) if s.dtype.is_floating_point else next(rest)
-            for s in specs
-        )
+        made = list[Tensor | None]()
+        for spec in specs:
+            if spec is None:
+                made.append(None)
+            elif rule is None or not spec.dtype.is_floating_point:
+                made.append(next(rest))
+            else:
+                made.append(rule.restore(tuple(next(rest) for _ in rule.specs(spec)), spec))
+        return tuple(made)
 
     def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
         """Compress and restore tensors on their way to a stage of the same process; names and None stay."""

@@ -89,11 +89,6 @@ class Engine:
         """Whether gradients are due."""
         return bool(self.flying or self._due)
 
-    @property
-    def bytes_of_last_step(self) -> dict[str, list[int]]:
-        """The bytes of activations and of gradients that the last step sent, and those that its mini-batch should send."""
-        return {"measured": self.sent, "predicted": self.mailbox.predicted}
-
     # Calls ------------------------------------------------------------------------------------------
 
     def run(self, schedule: Schedule, number: int, batch: Batch, on_action: OnAction = None) -> None:
@@ -156,7 +151,6 @@ class Engine:
                 self._due.put(number, learns)
         self._begin(self._schedule, call)
         self.sent = sent
-        self.mailbox.forget()
         return self._due.by_call()
 
     def restore(self, schedule: Schedule, number: int, calls: Sequence[Gradients]) -> bool:
@@ -186,7 +180,8 @@ class Engine:
         self._drop()
         self._schedule = None
         self._wire.errors.clear()
-        self.mailbox.forget()
+        if lost:
+            self.mailbox.forget()
         return lost
 
     def record(self, schedule: Schedule, number: int, batch: Batch) -> None:
@@ -198,7 +193,7 @@ class Engine:
                 self._compute(number, None)
         finally:
             del self.flying[number]
-            self.mailbox.forget()
+            self.mailbox.clear()
 
     def infer(self, inputs: Tensors, number: int, call: Callable[[int, Tensors], Tensors]) -> None:
         """Run only the forwards of all stages.
@@ -214,12 +209,12 @@ class Engine:
     # Their parts ------------------------------------------------------------------------------------
 
     def _add(self, number: int, batch: Batch) -> object:
-        """Put a mini-batch into the store; return what it looks like to the other ranks (`Mailbox.add`)."""
+        """Put a mini-batch into the store; return what it looks like to the other ranks (`Mailbox.look`)."""
         assert self._schedule is not None, "`follow` has set it"
         minibatch = number % len(self._schedule.flows)
         tapes = {stage.index: stage.tapes(self._schedule, minibatch, batch) for stage in self.stages}
         self.flying[number] = Minibatch(batch, tapes)
-        return self.mailbox.add(self._schedule, number, batch.inputs)
+        return self.mailbox.look(batch.inputs)
 
     def _compute(self, call: int, tell: Tell) -> None:
         """Run the computations of a call, with its messages."""
@@ -234,9 +229,10 @@ class Engine:
             number = call - age
             minibatch = flying.get(number)
             if minibatch is None:
-                mailbox.skip(task)
                 continue
-            given: dict[int | None, Any] = {q: mailbox.take(made, number) for made, q in work.reads[task]}
+            given: dict[int | None, Any] = {}
+            for made, q in work.reads[task]:
+                given[q] = mailbox.take(made, number)
             if not k and kind is Kind.FORWARD:
                 given[None] = minibatch.batch.inputs[m]
             begin = time.perf_counter() if watched else 0.0
@@ -250,7 +246,8 @@ class Engine:
                 result = stages[k].run(action, tape, given, continued=task in schedule.continued)
             if tell is not None:
                 tell(action, begin)
-            mailbox.put(task, number, result)
+            if task in mailbox.wanted:
+                mailbox.put(task, number, result)
         mailbox.end()
 
     @contextmanager
@@ -265,8 +262,7 @@ class Engine:
             self.next, self._wire.errors = call, errors
             raise
         over = call - self._schedule.oldest
-        if self.flying.pop(over, None) is not None:
-            self.mailbox.drop(over)
+        self.flying.pop(over, None)
         self.sent = self.mailbox.sent
 
     def _run_passes(self, recorder: Recorder | None = None) -> None:
@@ -281,8 +277,7 @@ class Engine:
         """Begin a schedule at a call: no message of an earlier one is on its way."""
         if schedule is not None and schedule is not self._schedule:
             self._work = work_of(schedule, self._processes.place)
-        self._schedule = schedule
-        self.mailbox.first = self.next = call
+        self._schedule, self.next = schedule, call
 
     @contextmanager
     def _lost_on_error(self) -> Iterator[None]:
@@ -302,7 +297,6 @@ class Engine:
     def _close(self) -> None:
         with self._processes.watched(None):
             self.forget()
-            self.mailbox.close()
 
 
 def _teller(processes: Processes, step: int, recorder: Recorder | None, on_action: OnAction) -> Tell:

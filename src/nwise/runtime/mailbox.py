@@ -9,7 +9,7 @@ result stays in memory; several processes have a `nwise.runtime.post.Post`, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -54,38 +54,28 @@ class Mailbox:
 
     Attributes:
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
-        first: number of the first mini-batch of the present schedule.
+        wanted: the tasks whose results somebody reads.
         sent: bytes that the present call has sent as activations and as gradients.
-        predicted: bytes that the newest mini-batch should send.
     """
 
     replicas: Mapping[int, Replicas] = MappingProxyType({})
-    first = 0
 
     def __init__(self, stages: Mapping[int, Stage], wire: Wire) -> None:
         self._stages, self._wire = stages, wire
         self._tasks: Sequence[Action] = ()
         self._uses: Mapping[int, int] = {}
+        self.wanted: Container[int] = ()
         self._results: dict[tuple[int, int], list[object]] = {}  # what was made, and its reads that are left
+        self.sent = [0, 0]
 
-    @property
-    def sent(self) -> list[int]:
-        return [0, 0]
-
-    @property
-    def predicted(self) -> list[int]:
-        return [0, 0]
-
-    def add(self, schedule: Schedule, number: int, inputs: Sequence[Tensors]) -> object:
-        """Add a mini-batch; return what it looks like, with a ``str`` that is the same on all ranks."""
+    def look(self, inputs: Sequence[Tensors]) -> object:
+        """Return what a mini-batch looks like, with a ``str`` that is the same on all ranks."""
         return ""
-
-    def drop(self, number: int) -> None:
-        """Drop a mini-batch, all of whose tasks are done."""
 
     def begin(self, schedule: Schedule, work: Work, call: int, flying: Flying, tell: Tell) -> None:
         """Begin a call."""
         self._tasks, self._uses = schedule.graph.tasks, work.uses
+        self.wanted = work.uses
 
     def take(self, task: int, number: int) -> Tensors | Cotangents:
         """Return the result of a task for a mini-batch, to one of its readers."""
@@ -96,15 +86,11 @@ class Mailbox:
         return cast(Tensors, entry[1])
 
     def put(self, task: int, number: int, made: Tensors | Cotangents) -> None:
-        """Take the result of a task for its readers; drop it if there are none."""
-        if uses := self._uses[task]:
-            if self._wire.compression is not None:
-                action = self._tasks[task]
-                made = self._wire.through(None if action.kind is Kind.FORWARD else action, made)
-            self._results[task, number] = [uses, made]
-
-    def skip(self, task: int) -> None:
-        """Note a task whose mini-batch does not exist, as in the first calls under a delay."""
+        """Take the result of a task for its readers."""
+        if self._wire.compression is not None:
+            action = self._tasks[task]
+            made = self._wire.through(None if action.kind is Kind.FORWARD else action, made)
+        self._results[task, number] = [self._uses[task], made]
 
     def end(self) -> None:
         """End a call: wait for the gradients that other ranks add."""
@@ -121,6 +107,3 @@ class Mailbox:
     def forget(self) -> None:
         """Drop all results, with those that are on their way."""
         self.clear()
-
-    def close(self) -> None:
-        """Wait until the other ranks have all messages."""

@@ -238,10 +238,14 @@ class Watchdog:
 
     def _beat(self) -> None:
         doing = self._doing()  # read once: the main thread may change it meanwhile
-        calls = [call._replace(batch=str(call.batch)) for call in list(self._calls.last)[-_PUBLISHED:]]
+        calls = self.calls(_PUBLISHED)
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"waits": doing is not None and doing.waits, "calls": calls}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
+
+    def calls(self, most: int = _KEPT) -> list[Collective]:
+        """Return the last calls of this rank that all ranks make, as `difference` takes them."""
+        return [call._replace(batch=str(call.batch)) for call in list(self._calls.last)[-most:]]
 
     def _check_self(self) -> None:
         doing = self._doing()
@@ -264,7 +268,7 @@ class Watchdog:
     def _check_next(self) -> None:
         other, now = (self._rank + 1) % self._size, self._clock()
         beat = _last_beat(self._store, other)
-        if different := self._difference(other, beat):
+        if different := self.difference(other, beat.get("calls", ())):
             self._tell(different, store=self._store)
         elif beat != self._heard[0]:
             self._heard = beat, now
@@ -274,11 +278,14 @@ class Watchdog:
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
 
-    def _difference(self, other: int, beat: dict[str, Any]) -> str:
-        """Describe the first call that this rank and another make differently; empty if one may only be ahead."""
+    def difference(self, other: int, calls: Sequence[Any]) -> str:
+        """Describe the first call that this rank and another make differently; empty if one may only be ahead.
+
+        The sentence lacks its subject, which is this rank.
+        """
         # Only calls of one number are compared: a rank that is behind has not made the others yet.
         own = {call.number: call for call in list(self._calls.last)}
-        for theirs in (Collective(*call) for call in beat.get("calls", ())):
+        for theirs in (Collective(*call) for call in calls):
             mine = own.get(theirs.number, theirs)
             if mine.name != theirs.name:
                 return (

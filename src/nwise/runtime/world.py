@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
-from nwise.runtime.channel import Link, Receiver, Sender, introduce
+from nwise.runtime.channel import Carrier, Channel, host_of
 from nwise.runtime.compression import Wire
 from nwise.runtime.launch import backend_for, default_store, exchange, make_mesh, start
 from nwise.runtime.mailbox import Mailbox
@@ -92,9 +93,7 @@ class World(Processes):
     ) -> None:
         # One limit: the watch speaks of a slow rank before torch does.
         self._limit, self._timeout = limit, timedelta(seconds=limit + SPARE)
-        # Every gloo group costs a thread, so the first use of the default group is for messages, if it was made here; a group of
-        # the caller's may carry other messages at any time.
-        self._default = dist.group.WORLD if start(limit + SPARE) else None
+        start(limit + SPARE)
         self._number, self._settings = next(_numbers), ("", 0)
         self.begin("the construction")
         self.mesh = make_mesh(num_stages, mesh)
@@ -145,30 +144,49 @@ class World(Processes):
         return Post(self, stages, wire, device, replicas, self.channels)
 
     def channels(self, device: torch.device) -> Channels:
-        """Return the channels to and from other ranks, by place; all ranks make the first call together, to connect."""
+        """Return the channels to other ranks, by place; all ranks make the first call together, to connect."""
         if self.num_ranks == 1:
-            return {}, {}
-        if (device, self.placement) in self._channels:
-            return self._channels[device, self.placement]
+            return {}
+        if (device, self.placement) not in self._channels:
+            pairs = {frozenset(pair) for pair in itertools.pairwise(self.placement) if pair[0] != pair[1]}
+            others = sorted({place for pair in pairs if self.place in pair for place in pair} - {self.place})
+            carriers = self._carriers(device, pairs)
+            token = self._exchange("token", secrets.token_hex(8))[0].encode()
+            host = host_of(default_store())
+            channels = {
+                place: Channel(self.ranks[place], host, token, self.watch.check, carriers.get(place))
+                for place in others
+            }
+            mine = {str(channel.peer): channel.addresses for channel in channels.values()}
+            addresses = self._exchange("addresses", mine)
+            for channel in channels.values():
+                channel.connect(addresses[channel.peer][str(self.rank)])
+            self._channels[device, self.placement] = channels
+        return self._channels[device, self.placement]
+
+    def _carriers(self, device: torch.device, pairs: set[frozenset[int]]) -> dict[int, Carrier]:
+        """Return what carries bytes between GPUs, by place; nothing for tensors on CPUs."""
+        if device.type == "cpu":
+            return {}
         # One group for each direction, from lower to higher places and back: neither waits behind the other.
-        #
-        #     placement 0 1 0 1    0 -> 1    outputs of stages 0 and 2, gradient of stage 2
-        #                          1 -> 0    output of stage 1, gradients of stages 1 and 3
-        backend = backend_for(device)
-        # The default group is free for the first call on the CPU: its gloo thread runs anyway, see `control`.
-        free, self._default = self._default, None
-        forward = free if free is not None and device.type == "cpu" else self._new_group(backend=backend)
-        groups = [forward, self._new_group(backend=backend)]
-        ahead = {pair for pair in itertools.pairwise(self.placement) if pair[0] != pair[1]}
-        pairs = sorted(ahead | {(there, here) for here, there in ahead})
-        columns = self._columns()
-        for back, group in enumerate(groups):
-            links = [(column[a], column[b]) for a, b in pairs if (a > b) == back for column in columns]
-            introduce(group, links, self.rank, device)
-        senders = {b: Sender(Link(groups[a > b], self.ranks[b], device)) for a, b in pairs if a == self.place}
-        receivers = {a: Receiver(Link(groups[a > b], self.ranks[a], device)) for a, b in pairs if b == self.place}
-        self._channels[device, self.placement] = senders, receivers
-        return senders, receivers
+        up, down = (self._new_group(backend=backend_for(device)) for _ in range(2))
+        # nccl connects at the first use and waits for the other end. Two ranks that first use different links would wait for each
+        # other forever.
+        number = torch.zeros(1, device=device)
+        for group, column, (low, high) in itertools.product((up, down), self._columns(), sorted(map(sorted, pairs))):
+            sender, receiver = (column[low], column[high])[:: 1 if group is up else -1]
+            if self.rank == sender:
+                group.send([number], receiver, 0).wait()
+            elif self.rank == receiver:
+                group.recv([number], sender, 0).wait()
+        torch.cuda.synchronize(device)
+        here = self.place
+        return {
+            place: Carrier(*((up, down) if place > here else (down, up)), device)
+            for pair in pairs
+            if here in pair
+            for place in pair - {here}
+        }
 
     def _columns(self) -> list[list[int]]:
         """Return one list for each replica and each part of a stage: its ranks, by place."""
@@ -285,12 +303,15 @@ class World(Processes):
         # All ranks meet twice: before the flush, because a rank still in a step would mistake it for its message, and after it,
         # because a rank that left earlier would break the connections that another still flushes.
         with self.telling("the end (`close`)"):
-            calls = self._exchange("calls", _calls.count)
-        if len(set(calls)) > 1:
-            raise self.watch.failed(ValueError(f"All ranks should make the same calls of nwise. Found {calls} calls."))
+            calls = self._exchange("calls", self.watch.calls())
+        found = [different for rank, theirs in enumerate(calls) if (different := self.watch.difference(rank, theirs))]
+        if found:
+            raise self.watch.failed(ValueError(f"Rank {self.rank} {found[0]}."))
         for action in self._on_close:
             action()
         self._exchange("closed", None)
+        for channel in itertools.chain(*(channels.values() for channels in self._channels.values())):
+            channel.close()
         self.watch.close()
         while self._made and dist.is_initialized():  # with the default group the caller destroys all others
             dist.destroy_process_group(self._made.pop())

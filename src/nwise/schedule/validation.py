@@ -62,7 +62,7 @@ def validate(schedule: Schedule) -> list[Buffer]:
 
 def buffers(schedule: Schedule) -> list[Buffer]:
     """Return limits on the messages that may wait at the boundaries 1 .. A-1, for any times of the actions."""
-    # One cycle's messages at most, and more under a delay: a sender waits for the same message of an earlier cycle
+    # One cycle's messages at most, and more under a delay. A runtime may let more be on their way, up to a number of bytes
     # (`nwise.runtime.channel`). Stages of one rank send each other nothing.
     cycles = 1 + schedule.oldest
     size = cycles * len(schedule.flows) * schedule.num_microbatches

@@ -255,7 +255,7 @@ class Stage:
         outputs, seeds = tape.start(cotangent, given)
         if not outputs:
             return
-        learns = tape.weights.learns
+        learns = list(filter(asks, tape.weights.learns))  # some may be frozen by now
         leaves = list(filter(asks, tape.inputs)) if kind is not Kind.WEIGHT_GRAD else []
         # An I and a later W that start from one cotangent share the walk.
         if kind is Kind.INPUT_GRAD and tape.flow.fused == message:

@@ -38,15 +38,13 @@ class Weights:
 
     Args:
         learns: the trainable parameters of the stage.
+
+    Attributes:
+        learns: the tensors at which the graphs of the mini-batch end.
     """
 
     def __init__(self, learns: Sequence[Tensor]) -> None:
-        self._learns = list(learns)
-
-    @property
-    def learns(self) -> list[Tensor]:
-        """The tensors at which the graphs of the mini-batch end."""
-        return self._learns
+        self.learns = list(learns)
 
     def computing(self) -> AbstractContextManager[object]:
         """Let the body run the stage's forward with these parameters."""
@@ -72,7 +70,7 @@ class Copies(Weights):
         self._module, self._name = module, name
         self._own = dict.fromkeys(learns)
         super().__init__([_learning_like(p, p.detach().clone()) for p in self._own])
-        self._used = dict(zip(self._own, self._learns, strict=True))
+        self._used = dict(zip(self._own, self.learns, strict=True))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -107,10 +105,6 @@ class InMemory(Weights):
         parameters = list(module.parameters())
         # What the forward uses, by its address, with the parameter: a later ``p.data = other`` moves the parameter.
         self._owners = {p.untyped_storage().data_ptr(): (p.data, p) for p in parameters if p.numel()}
-
-    @property
-    def learns(self) -> list[Tensor]:
-        return [p for p in self._learns if p.requires_grad]  # some may be frozen by now
 
     def computing(self) -> AbstractContextManager[object]:
         return saved_tensors_hooks(self._pack, call)

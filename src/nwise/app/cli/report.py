@@ -56,10 +56,7 @@ class ReportCommand:
 def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:
     rows = comparison.table()
     for name, sent in zip(row_names(comparison.schedule.placement), comparison.bytes_sent, strict=True):
-        measured, predicted = (
-            " + ".join(f"{value:,.0f}" for value in sent[kind]) for kind in ("measured", "predicted")
-        )
-        rows.append((f"bytes sent by {name} in a step", measured, predicted))
+        rows.append((f"bytes sent by {name} in a step", " + ".join(f"{value:,.0f}" for value in sent), "–"))
     console.print(numbers_table(title, ("", "measured", "predicted"), rows))
     rows = [(describe(d.action), f"{d.measured:.2f}", f"{d.predicted:.2f}") for d in comparison.deviations()]
     heading = "Largest deviations: start within the stage's step, ms"

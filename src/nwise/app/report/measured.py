@@ -34,7 +34,7 @@ class Comparison:
 
     schedule: Schedule
     ranks: Sequence[RankRecord]
-    bytes_sent: Sequence[dict[str, Any]]  # of activations and gradients per rank and step, measured and predicted
+    bytes_sent: Sequence[Sequence[int]]  # by rank, of activations and gradients in a step
 
     @cached_property
     def costs(self) -> Costs:

@@ -157,7 +157,7 @@ class Recorded(NamedTuple):
 
     strategy: str  # that was in force
     events: list[list[tuple[int, Action, float, float]]]  # actions, with step, and start and end in seconds
-    bytes_sent: list[dict[str, Any]]  # per step as activations and as gradients, measured and predicted
+    bytes_sent: list[list[int]]  # in a step, as activations and as gradients
 
 
 def load(path: Path) -> Recorded:
