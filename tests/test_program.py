@@ -89,10 +89,10 @@ def test_pipeline_changes_between_steps_take_effect() -> None:
     pipe.step(X, target=Y)
     assert sorted(ran) == sorted(depth_first) != ran != depth_first
     pipe.heads[1] = nn.Linear(8, 3)
-    assert pipe.step(X, target=Y).ran == (False, True, True)
+    assert pipe.step(X, target=Y).isnan().tolist() == [True, False, False]
     del pipe.heads["1"]
     pipe.num_microbatches = 3
-    assert pipe.step(X, target=Y).ran == (False, False, True)
+    assert pipe.step(X, target=Y).isnan().tolist() == [True, True, False]
     assert pipe.staleness.shape == (3, 3)
     with pytest.raises(ValueError, match="`schedule` should be one of best.*Found 'phases'. Did you mean 'phase'?"):
         pipe.schedule = "phases"

@@ -99,7 +99,7 @@ def test_a_pipeline_of_factors_has_the_gradients_of_logits(strategy: str, recomp
         assert isinstance(stages[2](torch.randn(2, LENGTH, WIDTH)), tuple) == (at_once == 40)
         pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(at_once=40), strategy, 2, recompute=recompute)
         losses = pipe.step(x, target=y)
-        gradients.append([losses.last, *(p.grad for p in pipe.parameters())])
+        gradients.append([losses[-1], *(p.grad for p in pipe.parameters())])
         assert pipe(x[:1, :3]).shape == (1, 3, WORDS), "few logits are returned as such"
     for found, wanted in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

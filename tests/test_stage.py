@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -360,38 +359,6 @@ def test_states_with_a_graph_are_named() -> None:
         assert f"nwise: Stage {place} may keep a tensor with its graph, such as a hidden state; detach it" in (
             error.value.__notes__
         )
-
-
-def test_backward_of_returned_losses_says_what_to_do() -> None:
-    """Regression: torch's error named an element 0 that does not require grad."""
-    x, y = batch()
-    losses = nwise.Pipeline([nn.Linear(WIDTH, 3)], strategy="end-to-end").step(x, target=y)
-    scaled = torch.amp.GradScaler("cpu").scale(losses.last)
-    for loss in (losses, losses.last, losses[0] / 2, losses.sum(), losses.mean(), torch.mean(losses), scaled):
-        with pytest.raises(
-            RuntimeError, match=r"should not be differentiated again, because `step` has filled `.grad`"
-        ):
-            loss.backward()
-    penalty = torch.ones((), requires_grad=True)
-    (losses.last + 2 * penalty).backward()  # of other terms only
-    assert penalty.grad == 2
-    assert type(copy.deepcopy(losses.last)) is type(pickle.loads(pickle.dumps(losses.last))) is Tensor
-    assert f"{losses.last:.3f}" == f"{float(losses[0]):.3f}"
-
-
-def test_means_of_losses_are_equal() -> None:
-    """Regression: `losses.mean()` left out the losses that did not run, and `torch.mean` was nan."""
-    losses = nwise.losses.Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2])
-    for mean in (
-        losses.mean(),
-        losses.mean(dim=0),
-        torch.mean(losses),
-        torch.mean(losses, 0),
-        torch.mean(input=losses),
-    ):
-        assert mean == 1
-    assert torch.mean(losses, 0, keepdim=True).shape == (1,)
-    assert losses.sum().isnan()
 
 
 # A rerun that is not the first run --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Loss functions beyond torch's own, and the loss values that a step returns.
+"""Loss functions beyond torch's own.
 
 A loss function ``loss_fn(head_output, target)`` returns the mean over its micro-batch. If it averages over anything but
 samples, it needs a method ``count(target)`` that returns the number of terms, by which uneven micro-batches are weighted: a
@@ -8,7 +8,6 @@ number, or a tensor of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,127 +16,9 @@ from torch.nn import functional
 
 from nwise.tensors import Tensors, names
 
-__all__ = ["AT_ONCE", "Loss", "Losses", "TokenCrossEntropy", "explain", "logits_of"]
+__all__ = ["AT_ONCE", "TokenCrossEntropy", "explain", "logits_of"]
 
 AT_ONCE = 2**28  # logits: half a GiB in bf16, one in float32
-
-
-class Loss(Tensor):
-    """A loss of a step, one number: a tensor that says what to do instead of `backward`.
-
-    What is computed of it alone is a `Loss`, too; `detach`, copies and files hold a plain tensor.
-
-    >>> Losses(torch.tensor([0.5, 1.5]), ran=[0, 1]).last.backward()
-    Traceback (most recent call last):
-    ...
-    RuntimeError: The losses of a step should not be differentiated again, because `step` has filled `.grad`. ...
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result: Any = Tensor.__torch_function__(func, (), args, kwargs or {})  # type: ignore[no-untyped-call]  # as of plain tensors
-        single = type(result) is Tensor and not result.dim() and not result.requires_grad
-        new = single and func is not Tensor.detach and all(result is not given for given in args)
-        return result.as_subclass(Loss) if new else result
-
-    def backward(self, *_: Any, **__: Any) -> None:
-        """Raise RuntimeError: the gradients are there already."""
-        raise RuntimeError(
-            "The losses of a step should not be differentiated again, because `step` has filled `.grad`. Found a call of "
-            "`backward`; leave it out, and call `optimizer.step()` after `step`."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
-        return repr(self.detach())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.detach(), spec)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().clone()
-
-
-class Losses(Tensor):
-    """The losses of one step, ``[A]``: a tensor that also knows which losses were computed.
-
-    A value is nan if the head did not run, if its stage is in another process, or if the loss diverged; `ran` and `here`
-    distinguish these cases. Operations on it return plain tensors, or a `Loss`.
-
-    Args:
-        values: the losses, ``[A]``.
-        ran: indices of the stages whose losses were computed in this process.
-        here: indices of the stages of this process; default: all.
-
-    Attributes:
-        ran: whether each stage's loss was computed in this process, ``A`` booleans.
-        here: whether each stage is in this process.
-
-    >>> losses = Losses(torch.tensor([torch.nan, 0.5, torch.inf]), ran=[1, 2])
-    >>> losses
-    Losses([not run, 0.5, inf])
-    >>> losses.last, losses.ran
-    (tensor(inf), (False, True, True))
-    >>> torch.mean(Losses(torch.tensor([torch.nan, 0.5, 1.5]), ran=[1, 2]))
-    tensor(1.)
-    """
-
-    ran: tuple[bool, ...]
-    here: tuple[bool, ...]
-    backward = Loss.backward
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.mean:
-            losses, *rest = args or (given.pop("input"),)
-            return losses.mean(*rest, **given)
-        return Loss.__torch_function__(func, types, args, given)
-
-    def __new__(cls, values: Tensor, ran: Collection[int], here: Collection[int] | None = None) -> Losses:
-        losses = values.detach().as_subclass(cls)
-        stages = range(len(values))
-        losses.ran = tuple(map(ran.__contains__, stages))
-        losses.here = tuple(map((stages if here is None else here).__contains__, stages))
-        return losses
-
-    @property
-    def last(self) -> Tensor:
-        """The loss of the network's output; nan in a process that does not hold the last stage."""
-        return self[-1]
-
-    @property
-    def computed(self) -> list[int]:
-        """Indices of the stages whose loss was computed."""
-        return [k for k, ran in enumerate(self.ran) if ran]
-
-    @property
-    def diverged(self) -> tuple[int, ...]:
-        """Indices of the stages whose loss was computed and is not finite."""
-        values = self.tolist()
-        return tuple(k for k, ran in enumerate(self.ran) if ran and not math.isfinite(values[k]))
-
-    def mean(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the mean over the computed losses, nan if there are none, as `torch.mean` does, whose arguments it takes."""
-        computed = [self[k] for k in self.computed] or [self.new_tensor(torch.nan)]
-        mean = torch.stack(computed).mean(*args, **kwargs)
-        return mean if mean.dim() else mean.as_subclass(Loss)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub names it differently
-        names = ["elsewhere" if not here else "not run" for here in self.here]
-        values = [
-            f"{value:.6g}" if ran else name for value, ran, name in zip(self.tolist(), self.ran, names, strict=True)
-        ]
-        return f"Losses([{', '.join(values)}])"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
-        return Losses(self.clone(), self.computed, [k for k, h in enumerate(self.here) if h])
 
 
 class TokenCrossEntropy(nn.CrossEntropyLoss):

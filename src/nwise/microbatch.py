@@ -73,11 +73,6 @@ class Results(NamedTuple):
     losses: Mapping[tuple[int, int], Tensor]
     shares: Mapping[int, Weight]
 
-    @property
-    def ran(self) -> set[int]:
-        """Stages whose head ran on a micro-batch that counts."""
-        return {k for k, share in self.shares.items() if may_count(share)}
-
 
 def may_count(weight: Weight) -> bool:
     """Return whether a weight is not 0, or is known on the device alone."""

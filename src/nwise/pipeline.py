@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.compiled import allow_several_passes
-from nwise.losses import Losses
 from nwise.microbatch import Weight
 from nwise.modes import evaluating
 from nwise.program import arguments
@@ -198,7 +197,7 @@ class Pipeline(Program):
         microbatches: Any = None,
         targets: Any = None,
         **named: Tensor,
-    ) -> Losses:
+    ) -> Tensor:
         """Run one mini-batch and add every gradient to ``.grad``; all processes call it. The optimizer makes the update.
 
         ``grad(theta_k) = sum_j C[j, k] dL_j/d(theta_k)`` and ``grad(head_j) = dL_j/d(head_j)``, with
@@ -235,10 +234,10 @@ class Pipeline(Program):
         step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
         results = self._capture.run(step) if self._capture else step.run(Draws(seed, processes.replica * m))
         self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
-        self.microbatch_losses, self.loss_shares, ran = results.losses, results.shares, results.ran
+        self.microbatch_losses, self.loss_shares = results.losses, results.shares
         if self._observer is not None:
             self._observer.look()
-        return Losses(results.means, ran, processes.here)
+        return results.means
 
     def drain(self) -> bool:
         """Add the next gradients that are due under a delay, without a new mini-batch; return whether any were due.
