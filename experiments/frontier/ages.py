@@ -43,7 +43,7 @@ def make_trainer(near: str, far: str, rate: float, steps: int) -> Trainer:
         second.step(*batch, **named)
         return late(*batch, **named)
 
-    pipe.step = step  # type: ignore[assignment,method-assign]
+    pipe.step = step  # type: ignore[method-assign]
     return trainer
 
 
