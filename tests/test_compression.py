@@ -17,11 +17,16 @@ from torch import Tensor, nn
 import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints
-from nwise.runtime.compression import Cast, TopK, Wire, fingerprint, parse_compression
+from nwise.compression import TopK, named
+from nwise.runtime.compression import Cast, Compression, Wire, fingerprint, parse_compression
 from nwise.runtime.shapes import Spec, make_spec, make_specs
 
 NAMES = ("bf16", "int8", "top-30%")
 Squeeze = Callable[[Tensor], Tensor]
+
+
+def rule_of(name: str) -> Compression | None:
+    return parse_compression(named(name))
 
 
 def slow_int8(x: Tensor) -> Tensor:
@@ -83,7 +88,7 @@ def network(seed: int = 0) -> tuple[list[nn.Module], list[nn.Module]]:
 def test_gradients_follow_the_definition(name: str, strategy: str) -> None:
     """Three steps, since the error of a message is added to the next one."""
     stages, heads = network()
-    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, strategy, compress=name)
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, strategy, compress=named(name))
     twin_stages, twin_heads = network()
     outputs = [*twin_heads, nn.Identity()]
     forth = [slow(name) for _ in range(2)]
@@ -130,7 +135,7 @@ def test_gradients_follow_the_definition(name: str, strategy: str) -> None:
 )
 def test_parts_have_their_specs_and_tensors_theirs(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    rule, spec = parse_compression(name), Spec(tuple(shape), dtype)
+    rule, spec = rule_of(name), Spec(tuple(shape), dtype)
     wire = Wire(rule)
     tensor = (100 * torch.randn(shape)).to(dtype)
     parts = wire.compress("here", [tensor])
@@ -150,7 +155,7 @@ def test_bytes_by_hand() -> None:
     """[8, 100] of float32 take 3,200 bytes; int8 a byte a value and a float a sample; the largest 5 %: 40 pairs of 8 bytes."""
     spec = Spec((8, 100), torch.float32)
     sizes = {
-        name: sum(part.nbytes for part in Wire(parse_compression(name)).compress(None, [torch.randn(spec.shape)]))
+        name: sum(part.nbytes for part in Wire(rule_of(name)).compress(None, [torch.randn(spec.shape)]))
         for name in ("none", "bf16", "int8", "top-5%")
     }
     assert sizes == {"none": 3200, "bf16": 1600, "int8": 832, "top-5%": 320}
@@ -170,8 +175,8 @@ def test_parts_that_differ_from_their_specs_are_refused() -> None:
 def test_ranks_tell_compressions_apart() -> None:
     """Regression: 5 % and 5.4 % passed as equal, because a small sample has as many values of each; messages differ."""
     names = ["none", "bf16", "int8", "top-5%", "top-5.4%", "top-5.0001%"]
-    assert len({fingerprint(parse_compression(name)) for name in names}) == len(names)
-    assert fingerprint(TopK(0.5)) == fingerprint(parse_compression("top-50%"))
+    assert len({fingerprint(rule_of(name)) for name in names}) == len(names)
+    assert fingerprint(TopK(0.5)) == fingerprint(rule_of("top-50%"))
     levels = [[4], [8]]
     assert len({fingerprint(Scaled(one)) for one in levels}) == 2, "settings in a list, in slots"
     assert fingerprint(Scaled([4])) == fingerprint(Scaled([4]))
@@ -207,7 +212,7 @@ def test_errors_belong_to_a_message_of_a_loss() -> None:
         stages, heads = network()
         target = [torch.zeros(4, 6, dtype=torch.float64)] * 3
         losses = [lambda y, t, s=s: s * nn.functional.mse_loss(y, t) for s in (1.0, 1.0, scale)]
-        pipe = nwise.Pipeline(stages, heads, losses, "rotating-3", compress="top-30%")
+        pipe = nwise.Pipeline(stages, heads, losses, "rotating-3", compress=named("top-30%"))
         while True:  # until stage 0 learns nothing from the last loss
             pipe.zero_grad()
             credit = pipe.credit
@@ -221,12 +226,12 @@ def test_errors_belong_to_a_message_of_a_loss() -> None:
 
 
 def test_errors_keep_their_place_beside_a_missing_gradient() -> None:
-    wire = Wire(parse_compression("top-50%"))
+    wire = Wire(rule_of("top-50%"))
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 4.0])
     assert [t if t is None else t.tolist() for t in wire.through("here", (a, None))] == [[0, 2], None]
     assert [t if t is None else t.tolist() for t in wire.through("here", (None, b))] == [None, [5, 0]]
     # Several processes send nothing for the missing one; its error waits in the same way.
-    other = Wire(parse_compression("top-50%"))
+    other = Wire(rule_of("top-50%"))
     other.compress("here", (a, None))
     parts = other.compress("here", (None, b))
     assert [t if t is None else t.tolist() for t in other.restore(parts, [None, make_spec(b)])] == [None, [5, 0]]
@@ -235,14 +240,14 @@ def test_errors_keep_their_place_beside_a_missing_gradient() -> None:
 
 
 def test_extreme_values() -> None:
-    int8, bf16 = Wire(parse_compression("int8")), Wire(parse_compression("bf16"))
+    int8, bf16 = Wire(rule_of("int8")), Wire(rule_of("bf16"))
     for tensor in (torch.tensor(3.0), torch.tensor([1.0, 2.0]), torch.full((2, 2), 1e300, dtype=torch.float64)):
         [again] = int8.restore(int8.compress(None, [tensor]), [make_spec(tensor)])
         torch.testing.assert_close(again, tensor)
     codes = int8.compress(None, [torch.full((1, 1), 190 * 1.4e-45)])[0]
     assert codes.item() > 0
     assert bf16.compress(None, [torch.tensor([65504.0]).half()])[0].dtype is torch.float16
-    rule = parse_compression("top-7%")
+    rule = rule_of("top-7%")
     assert rule is not None
     assert rule.specs(Spec((100,), torch.float32))[0].shape == (7,)
 
@@ -253,7 +258,7 @@ def test_errors_are_dropped_with_what_is_pending() -> None:
 
     def gradients(*, steps: int, forget: bool) -> list[Tensor]:
         stages, heads = network()
-        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress="top-30%")
+        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress=named("top-30%"))
         for _ in range(steps):
             pipe.zero_grad()
             pipe.step(x, target=y)
@@ -276,7 +281,7 @@ def test_a_step_that_raises_leaves_the_errors() -> None:
 
     def gradients(*, fail: bool) -> list[Tensor]:
         stages, heads = network()
-        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress="top-30%")
+        pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "end-to-end", compress=named("top-30%"))
         for step in range(2):
             pipe.zero_grad()
             if fail and step:
@@ -298,7 +303,7 @@ def test_a_step_that_raises_leaves_the_errors() -> None:
 def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> None:
     bad = torch.tensor([[1.0, math.nan], [3.0, 4.0]])
     for name in NAMES:
-        wire = Wire(parse_compression(name))
+        wire = Wire(rule_of(name))
         arrived: Any
         after: Any
         [arrived] = wire.restore(wire.compress("here", [bad]), [make_spec(bad)])
@@ -309,16 +314,18 @@ def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> Non
 
 def test_evaluation_is_exact() -> None:
     stages, heads = network()
-    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, compress="int8")
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, compress=named("int8"))
     x = torch.randn(4, 6, dtype=torch.float64)
     assert pipe(x).equal(nn.Sequential(*stages)(x))
 
 
 @pytest.mark.parametrize("name", ["int4", "top-0%", "top-101%", "top-5"])
 def test_other_names_are_refused(name: str) -> None:
-    message = r"`compress` should be none, bf16, int8 or top-<p>%, with p above 0 and at most 100\. Found '" + name
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=r"none, bf16, or an object such as `nwise.compression.Int8\(\)`. Found '" + name
+    ):
         nwise.Pipeline(*network(), compress=name)
+    message = r"`compress` should be none, bf16, int8 or top-<p>%, with p above 0 and at most 100\. Found '" + name
     with pytest.raises(ValueError, match=message):
         replace(recipe("digits"), compress=name)
 
@@ -352,7 +359,9 @@ def test_resume_says_that_the_compression_changed(tmp_path: Path) -> None:
 
     def pipe(compress: str) -> nwise.Pipeline:
         stages = nwise.split(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), ["1", "2"])
-        return nwise.Pipeline(stages, network()[1], nn.functional.mse_loss, "2-wise", compress=compress)
+        return nwise.Pipeline(
+            stages, network()[1], nn.functional.mse_loss, "2-wise", compress=named(compress) or "none"
+        )
 
     Checkpoints(tmp_path, pipe("top-5%")).save()
     said = {name: Checkpoints(tmp_path, pipe(name)).resume() for name in ("top-5%", "top-9%", "int8", "none")}

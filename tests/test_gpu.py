@@ -14,6 +14,7 @@ import nwise
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
 from nwise.capture import capture
+from nwise.compression import named
 from nwise.planning.allocation import allocated
 from recorder import CpuGraphs
 
@@ -86,7 +87,7 @@ def test_dropout_is_the_same_again_and_recomputed(strategy: str) -> None:
 def test_compressed_messages_and_exits(compress: str) -> None:
     stages: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
     heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
-    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", compress=compress).to(DEVICE)
+    pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", compress=named(compress)).to(DEVICE)
     assert all(p.isfinite().all() for p in trained(pipe, DEVICE))
     answers = pipe.exit(torch.randn(5, 8, device=DEVICE), threshold=0.3, confidence="classes")
     assert answers.output.shape == (5, 8)

@@ -56,7 +56,7 @@ RANKS = [
     ["exits", "program"],
     ["checking", "findings"],
     ["pipeline"],
-    ["checkpoint", "planning"],
+    ["checkpoint", "compression", "planning"],
     ["training"],
     ["app"],
     ["__main__"],

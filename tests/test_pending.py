@@ -18,6 +18,7 @@ from nets import equal
 from nwise.app.recipes import Adam
 from nwise.app.training import make_optimizer
 from nwise.checkpoint import Checkpoints
+from nwise.compression import named
 from nwise.modes import evaluating
 from nwise.training import NonFiniteGuard, NotFiniteError
 from nwise.training.late import hidden_matrices
@@ -312,7 +313,7 @@ def test_checkpoints_keep_the_errors_of_compression(tmp_path: Path) -> None:
     """Regression: each save dropped the values that were still to travel."""
     states = []
     for every in (1, 100):
-        pipe = net("end-to-end", compress="top-30%")
+        pipe = net("end-to-end", compress=named("top-30%"))
         checkpoints = Checkpoints(tmp_path / str(every), pipe)
         states.append(train(pipe, range(6), after=lambda c=checkpoints, e=every, p=pipe: p.steps % e or c.save()))  # type: ignore[misc]
     assert equal(*states)

@@ -29,8 +29,9 @@ import nwise
 from nwise.app.data import batch_indices
 from nwise.app.recipes import recipe
 from nwise.app.training import evaluate, make_loss, make_optimizer, parameter_groups
+from nwise.compression import Int8, TopK
 from nwise.machine import processor
-from nwise.runtime.compression import Cast, Compression, Int8, TopK
+from nwise.runtime.compression import Cast, Compression
 from nwise.runtime.shapes import Spec
 
 HERE = Path(__file__).parent

@@ -5,6 +5,7 @@ A map: each line imports only from those below it, and ends with what it hands u
     app                          the command `nwise`: recipes, data, the paper's networks, trainer, reports
     training                     clipping, guards, optimizers for late gradients
     checkpoint    planning       a run in files; a cut for given devices
+    compression                  smaller messages
     pipeline                     what users call                                            -> Pipeline
     program       exits          arguments, settings, the cut of a batch; early answers     -> steps
     capture                      steps recorded on a GPU

@@ -58,7 +58,8 @@ class Pipeline(Program):
         seed: seed of dropout and other random numbers in `step`, functions of (seed, stage, step, micro-batch); default: torch's.
         placement: rank of every stage under ``torchrun``: ``"contiguous"`` (default), ``"v"``, ``"interleaved"``, a rank for
             each (`nwise.schedule.placement`), or a plan (`nwise.plan`). One process has all stages.
-        compress: how messages between stages are compressed: ``"bf16"``, ``"int8"``, ``"top-10%"`` (`nwise.runtime.compression`).
+        compress: how messages between stages are compressed: ``"bf16"``, or an object such as `nwise.compression.Int8`; default:
+            ``"none"``.
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
         checks: ``"first"`` (default) to compare the first step with plain autograd (`nwise.check`), or ``"never"``.

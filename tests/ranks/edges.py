@@ -20,6 +20,7 @@ import nwise
 from nets import ZOO
 from nwise.app.recipes import recipe
 from nwise.app.training import evaluate
+from nwise.compression import named
 from nwise.modes import evaluating
 from nwise.training.clip import Clip
 from nwise.training.nonfinite import NonFiniteGuard
@@ -322,7 +323,7 @@ def drained_outside_autocast() -> Any:
 
 def compressed_bytes() -> Any:
     """The same in int8: a byte a value, and four for the step of each sample."""
-    pipe = pipeline(A, "3-wise", 2, compress="int8")
+    pipe = pipeline(A, "3-wise", 2, compress=named("int8"))
     trained(pipe, "sgd", batches(3, sizes=(5,)))
     if pipe.processes.size > 1:
         sent = pipe.bytes_per_step
@@ -455,7 +456,7 @@ CASES: dict[str, Case] = {
     "hand-counted bytes": hand_counted_bytes,
     "compressed to bytes": compressed_bytes,
     "compressed tuples": lambda: zoo("tuples", "2-wise-mean", compress="bf16"),
-    "compressed with feedback": lambda: zoo("tokens", "end-to-end-delay-1", compress="top-20%"),
+    "compressed with feedback": lambda: zoo("tokens", "end-to-end-delay-1", compress=named("top-20%")),
     "drained outside autocast": drained_outside_autocast,
     "refusals": refusals,
     "late and clipped": late_and_clipped,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise.compression import named
 from nwise.modes import evaluating
 from ranks.common import closed, digests
 
@@ -198,8 +199,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "lengths, rotating with delay": lambda: changing(3, "rotating-2-delay-1"),
     "lengths, local": lambda: changing(3, "local"),
     "lengths, switch": lambda: changing(3, "local", then=(6, "3-wise-delay-1")),
-    "lengths, int8": lambda: changing(3, "2-wise-delay-1", 2, compress="int8"),
-    "lengths, largest": lambda: changing(3, "2-wise-mean", compress="top-20%"),
+    "lengths, int8": lambda: changing(3, "2-wise-delay-1", 2, compress=named("int8")),
+    "lengths, largest": lambda: changing(3, "2-wise-mean", compress=named("top-20%")),
     "lengths, recompute": lambda: changing(3, "2-wise-mean", 2, recompute=True),
     "many lengths": many,
     "other modes": other_modes,

@@ -4,15 +4,14 @@
                 g' <-- restore <--- parts ---- compress <-- g
 
 The next stage computes with y', and the stage before it with g'. Gradients pass as if y' = y (straight through). This holds
-between all stages, also those of one process, so the number of processes does not change the results.
+between all stages, also those of one process, so the number of processes does not change the results. `nwise.compression` has
+more ways.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable, Sequence
-from fractions import Fraction
 from typing import Protocol, cast
 
 import torch
@@ -22,7 +21,7 @@ from nwise.runtime.shapes import Spec, describe, make_spec, make_specs
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
-__all__ = ["Cast", "Compression", "Int8", "TopK", "Wire", "fingerprint", "parse_compression"]
+__all__ = ["Cast", "Compression", "Wire", "fingerprint", "parse_compression"]
 
 
 class Compression(Protocol):
@@ -56,7 +55,9 @@ class Cast:
 
     def __init__(self, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:
-            raise ValueError(f"`dtype` should be floating-point. Found {dtype}; `Int8` sends integers with a scale.")
+            raise ValueError(
+                f"`dtype` should be floating-point. Found {dtype}; `nwise.compression.Int8` sends integers."
+            )
         self._dtype = dtype
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
@@ -69,100 +70,24 @@ class Cast:
         return parts[0].to(spec.dtype)
 
 
-class Int8:
-    """Sends values as one of 255 multiples of a step; a sample's step follows from its largest absolute value.
-
-    Tensors of fewer than two dimensions stay as they are.
-
-    >>> codes, size = Int8().compress(torch.tensor([[1.0, -0.5], [0.0, 0.0]]))
-    >>> codes.tolist(), size.shape
-    ([[127, -64], [0, 0]], torch.Size([2]))
-    """
-
-    feedback = False
-
-    def specs(self, spec: Spec) -> tuple[Spec, ...]:
-        if len(spec.shape) < 2:
-            return (spec,)
-        return Spec(spec.shape, torch.int8), Spec(spec.shape[:1], torch.promote_types(spec.dtype, torch.float32))
-
-    def compress(self, tensor: Tensor) -> Tensors:
-        if tensor.dim() < 2:
-            return (tensor,)
-        rows = tensor.detach().flatten(1)
-        largest = rows.abs().amax(-1) if rows.numel() else rows.new_zeros(tensor.shape[:1])
-        step = largest.to(torch.promote_types(tensor.dtype, torch.float32)) / 127
-        # A sample of zeros has no step. If a value is not finite, neither is its sample's step, so the other end sees
-        # it. A step below the smallest representable number is rounded, so a code may be too large.
-        codes = (rows / step.where(step != 0, 1).unsqueeze(-1)).round().nan_to_num(0.0, 0.0, 0.0).clamp(-127, 127)
-        return codes.to(torch.int8).view(tensor.shape), step
-
-    def restore(self, parts: Tensors, spec: Spec) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        codes, step = parts
-        return (codes.to(step.dtype) * step.view(-1, *(1,) * (codes.dim() - 1))).to(spec.dtype)
-
-
-class TopK:
-    """Sends the largest values of every tensor, with their places; the rest of a gradient waits for the next message.
-
-    Args:
-        share: share of the values that travels, above 0 and at most 1. The place of each value takes four bytes.
-
-    >>> values, places = TopK(0.5).compress(torch.tensor([1.0, -3.0, 2.0, 0.5]))
-    >>> values.tolist(), places.tolist()
-    ([-3.0, 2.0], [1, 2])
-    """
-
-    feedback = True
-
-    def __init__(self, share: float | Fraction) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"`share` should be above 0 and at most 1. Found {share}; 0.05 sends 5 % of the values.")
-        self._share = Fraction(share)
-
-    def specs(self, spec: Spec) -> tuple[Spec, ...]:
-        # A fraction, because 0.07 * 100 is above 7 in floats, and both ends must find one number.
-        count = math.ceil(self._share * math.prod(spec.shape))
-        return Spec((count,), spec.dtype), Spec((count,), torch.int32)
-
-    def compress(self, tensor: Tensor) -> Tensors:
-        flat = tensor.detach().reshape(-1)
-        places = flat.abs().topk(math.ceil(self._share * flat.numel()), sorted=False).indices.sort().values
-        return flat[places], places.to(torch.int32)
-
-    def restore(self, parts: Tensors, spec: Spec) -> Tensor:
-        values, places = parts
-        return values.new_zeros(math.prod(spec.shape)).index_copy_(0, places.long(), values).view(spec.shape)
-
-
-def parse_compression(name: str | Compression) -> Compression | None:
-    """Return the compression of a name.
-
-    Args:
-        name: ``"none"``, ``"bf16"``, ``"int8"``, ``"top-<p>%"`` for the largest p percent, or a compression.
+def parse_compression(given: str | Compression) -> Compression | None:
+    """Return the compression that is given, None for ``"none"``, and that of ``"bf16"``.
 
     Raises:
-        ValueError: no compression has that name.
-        TypeError: neither a name nor a compression.
-
-    >>> parse_compression("top-5%").specs(Spec((10, 10), torch.float32))[0].shape
-    (5,)
+        ValueError: it is another name.
+        TypeError: it is neither a name nor a compression.
     """
-    if not isinstance(name, str):
+    if not isinstance(given, str):
         wanted = ("feedback", "specs", "compress", "restore")
-        if isinstance(name, type) or not all(hasattr(name, attribute) for attribute in wanted):
-            raise TypeError(f"`compress` should be a name, or an object with {', '.join(wanted)}. Found {name!r}.")
-        return name
-    if name in _NAMED:
-        return _NAMED[name]
-    percent = re.fullmatch(r"top-(\d+(?:\.\d+)?)%", name)
-    if percent and 0 < float(percent[1]) <= 100:
-        return TopK(Fraction(percent[1]) / 100)
-    raise ValueError(
-        f"`compress` should be none, bf16, int8 or top-<p>%, with p above 0 and at most 100. Found {name!r}."
-    )
+        if isinstance(given, type) or not all(hasattr(given, attribute) for attribute in wanted):
+            raise TypeError(f"`compress` should be a name, or an object with {', '.join(wanted)}. Found {given!r}.")
+        return given
+    if given not in _NAMED:
+        raise ValueError(
+            f"`compress` should be none, bf16, or an object such as `nwise.compression.Int8()`. Found {given!r}; "
+            "`nwise.compression.named` makes one of a name."
+        )
+    return _NAMED[given]
 
 
 def fingerprint(compression: Compression | None) -> str:
@@ -174,7 +99,7 @@ def fingerprint(compression: Compression | None) -> str:
     return f"{type(compression).__name__}{compression.specs(Spec((7, 13), torch.float32))}{settings}"
 
 
-_NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat16), "int8": Int8()}
+_NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat16)}
 
 
 class Wire:

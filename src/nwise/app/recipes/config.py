@@ -18,7 +18,7 @@ from nwise.app.models import StagedModel
 from nwise.app.recipes.optimizers import Adam, Sgd
 from nwise.app.recipes.phases import Phases, parse_phases
 from nwise.checks import check_at_least, check_limits, check_range
-from nwise.runtime.compression import parse_compression
+from nwise.compression import named
 from nwise.schedule.named import ORDERS, check_order
 from nwise.schedule.placement import check_name, parse_placement
 from nwise.strategies import Heads
@@ -284,7 +284,7 @@ class Recipe:
         check_order(self.schedule)
         if isinstance(placement := parse_placement(self.placement), str):
             check_name(placement)
-        parse_compression(self.compress)
+        named(self.compress)
         try:
             self.phases(1)
         except ValueError as error:

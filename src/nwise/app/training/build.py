@@ -17,6 +17,7 @@ from nwise.app.models import initialize
 from nwise.app.recipes import Recipe
 from nwise.app.training.optimizers import make_optimizer
 from nwise.batchnorm import defer_batchnorm
+from nwise.compression import named
 from nwise.losses import TokenCrossEntropy
 from nwise.network import Chain
 from nwise.pipeline import Pipeline
@@ -84,7 +85,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
         recompute=recipe.recompute,
         seed=recipe.seed,
         placement=parse_placement(recipe.placement),
-        compress=recipe.compress,
+        compress=named(recipe.compress),
         capture=recipe.capture,
     )
 
