@@ -27,7 +27,9 @@ from nwise.machine import processor
 
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "random numbers by stage and step": {"nwise.randomness.seed_all": lambda *_: None},
+    "random numbers by stage and step": {
+        "nwise.randomness.Draws.run": lambda draws, part, device, function, *others: function(*others)
+    },
     "restoring after an error": {"nwise.runtime.step.restored_on_error": lambda *_: nullcontext()},
     "changes of modules and parameters between steps": {"nwise.runtime.structure.Structure.is_current": True},
     "changes in place": {

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import call
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from nwise._torch import gradient_hooks, version
 from nwise.stage.graph import add_to_grad
-from nwise.tensors import replaced
 
 NO_HOOKS = (
     "should have no hooks on saved tensors under a delay, such as those of `torch.utils.checkpoint`, whose blocks run again "
@@ -67,18 +67,29 @@ class Copies(Weights):
     """
 
     def __init__(self, learns: Sequence[Tensor], module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
-        self._own = dict.fromkeys(learns)
-        super().__init__([_learning_like(p, p.detach().clone()) for p in self._own])
-        self._used = dict(zip(self._own, self.learns, strict=True))
+        self._refusal, own = f"{name} {NO_HOOKS}", dict.fromkeys(learns)
+        super().__init__([_learning_like(p, p.detach().clone()) for p in own])
+        self._used = dict(zip(own, self.learns, strict=True))
+        # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep
+        # the copy of the first as its own.
+        self._places: list[tuple[dict[str, Any], str, Tensor]] = []
+        for part in module.modules():
+            for key, p in part._parameters.items():
+                if p is not None and p in self._used:
+                    self._places.append((part._parameters, key, self._used[p]))
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep
-        # the copy of the first as its own.
-        stores = [part._parameters for part in self._module.modules()]
-        with replaced(stores, self._used), disable_saved_tensors_hooks(f"{self._name} {NO_HOOKS}"):
-            yield
+        found = []
+        try:
+            for store, key, copy in self._places:
+                found.append(store[key])
+                store[key] = copy
+            with disable_saved_tensors_hooks(self._refusal):
+                yield
+        finally:
+            for (store, key, _), p in zip(self._places, found, strict=False):
+                store[key] = p
 
     def hand_over(self) -> None:
         for p, copy in self._used.items():
