@@ -30,7 +30,7 @@ from nwise.runtime.mailbox import Minibatch, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.received import Received
 from nwise.runtime.structure import restored_on_error
-from nwise.runtime.work import Work, work_of
+from nwise.runtime.work import RankWork, work_of
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import gradients_aside
@@ -80,7 +80,7 @@ class Engine:
         self.next = 0
         self._due = DueGradients()
         self._schedule: Schedule | None = None  # that of the mini-batches in flight
-        self._work = Work((), (), {})
+        self._work = RankWork((), (), {})
         self._autocast: torch.dtype | None = None  # of the last step
         processes.before_close(self._close)
 

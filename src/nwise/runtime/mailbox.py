@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from nwise.microbatch import Batch
-from nwise.runtime.work import Work
+from nwise.runtime.work import RankWork
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
@@ -72,7 +72,7 @@ class Mailbox:
         """Return what a mini-batch looks like, with a ``str`` that is the same on all ranks."""
         return ""
 
-    def begin(self, schedule: Schedule, work: Work, call: int, flying: Flying, tell: Tell) -> None:
+    def begin(self, schedule: Schedule, work: RankWork, call: int, flying: Flying, tell: Tell) -> None:
         """Begin a call."""
         self._tasks, self._uses = schedule.graph.tasks, work.uses
         self.wanted = work.uses

@@ -25,7 +25,7 @@ from nwise.runtime.mailbox import Flying, Mailbox, Tell
 from nwise.runtime.processes import Doing, Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import Look, Spec, check_sendable, make_specs, spec_names
-from nwise.runtime.work import Work
+from nwise.runtime.work import RankWork
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
@@ -88,7 +88,7 @@ class Post(Mailbox):
             self._look, self._label = look, str(look)
         return self._look
 
-    def begin(self, schedule: Schedule, work: Work, call: int, flying: Flying, tell: Tell) -> None:
+    def begin(self, schedule: Schedule, work: RankWork, call: int, flying: Flying, tell: Tell) -> None:
         super().begin(schedule, work, call, flying, tell)
         self._call, self._tell, self.sent = call, tell, [0, 0]
         self._updates = [self._tasks[n] for n in work.updates[call % len(work.updates)]]

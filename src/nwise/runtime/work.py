@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from nwise.schedule.actions import Kind
 from nwise.schedule.schedule import Schedule
 
-__all__ = ["Work", "work_of"]
+__all__ = ["RankWork", "work_of"]
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What a rank does in one cycle of calls.
 
     Args:
@@ -37,7 +37,7 @@ class Work:
     uses: Counter[int] = field(default_factory=Counter)
 
 
-def work_of(schedule: Schedule, rank: int) -> Work:
+def work_of(schedule: Schedule, rank: int) -> RankWork:
     """Return the work of a rank of a schedule."""
     tasks, needs = schedule.graph.tasks, schedule.graph.needs
     lists = [call[rank] for call in schedule.lists]
@@ -48,4 +48,4 @@ def work_of(schedule: Schedule, rank: int) -> Work:
         for one in calls
         for n in one
     }
-    return Work(calls, updates, reads, Counter(task for one in reads.values() for task, _ in one))
+    return RankWork(calls, updates, reads, Counter(task for one in reads.values() for task, _ in one))
