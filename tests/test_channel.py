@@ -121,6 +121,16 @@ def test_a_fast_sender_waits_until_enough_has_been_taken(
             sender._read()
 
 
+def test_a_sender_hears_of_small_messages_too(pair: tuple[Channel, Channel]) -> None:
+    """It remembers what is not known to be taken, which must not grow with the training."""
+    for number in range(1000):
+        push(pair[0], Name(0, number, 0), torch.zeros(2))
+        pair[1].take(Name(0, number, 0))
+        push(pair[1], Name(0, number, 0), torch.zeros(2))
+        pair[0].take(Name(0, number, 0))
+    assert max(len(end._ahead) for end in pair) < 600
+
+
 def test_both_ends_wait_for_room_and_none_for_ever(
     pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ T = TypeVar("T")
 _HEADER = struct.Struct("<16sQqqqI12x")  # token, number of the message, name, length of its form; 64 bytes
 _TAKEN = -(2**62)  # stands for the task in a message that tells how many have been taken
 _WINDOW = 2**26  # bytes that a sender is ahead
+_MANY = 256  # messages after which the other end hears that they were taken, however small they are
 _LARGE = 2**15  # bytes from which tensors travel in frames of their own, without a copy
 _GRAIN = 16  # bytes at whose multiples tensors begin in a frame
 _MOST_HEADER = 2**20  # bytes
@@ -147,7 +148,8 @@ class Channel:
         self._broken = self._outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sent = self._received = 0  # numbers of messages
         self._taken, self._owed = 0, 0  # messages that a task has read, and their bytes since the other end was told
-        self._known, self._ahead = 0, deque[int]()  # messages known to be taken, and the bytes of each that is not
+        # Messages known to be taken; the bytes of each that is not, with what has to live until then.
+        self._known, self._ahead = 0, deque[tuple[int, Any]]()
         self._bytes_ahead, self._epoch = 0, 0
         self._arrived: dict[Name, tuple[Content, list[Any], int]] = {}
         self._made: dict[object, Form] = {}  # those of messages sent, by what they follow from
@@ -177,14 +179,13 @@ class Channel:
         while self._bytes_ahead + form.num_bytes > _WINDOW and len(self._ahead) >= self.allowance:
             self._read()
         memory = [spec.in_memory(_plain(t)).contiguous() for spec, t in zip(form.layouts, parts, strict=True)]
+        held = None
         if self._carrier is None:
             self._push(name, form.text, memory, form.num_bytes)
         else:
             self._push(name, form.text, ())
-            for t in memory:
-                if t.numel():
-                    self._carrier.ahead.send([t], self.peer, 0)
-        self._ahead.append(form.num_bytes)
+            held = [(t, self._carrier.ahead.send([t], self.peer, 0)) for t in memory if t.numel()]
+        self._ahead.append((form.num_bytes, held))
         self._bytes_ahead += form.num_bytes
         return form.num_bytes
 
@@ -213,7 +214,7 @@ class Channel:
     def _count(self, size: int) -> None:
         self._taken += 1
         self._owed += size
-        if self._owed > _WINDOW // 2:
+        if self._owed > _WINDOW // 2 or self._taken % _MANY == 0:
             self._tell()
 
     def _tell(self) -> None:
@@ -253,7 +254,7 @@ class Channel:
         self._received += 1
         if name[2] == _TAKEN:
             while self._known < name[1]:
-                self._bytes_ahead -= self._ahead.popleft()
+                self._bytes_ahead -= self._ahead.popleft()[0]
                 self._known += 1
             return
         end = _HEADER.size + length
