@@ -122,7 +122,7 @@ class Setting:
         slot_ms: of a whole mini-batch's forward through a stage, c1; a micro-batch's is 1/M of it.
         microbatches: values of M.
         fewer: values of M where costs are not the paper's, and of the real network.
-        batches: mini-batches that are schedule.
+        batches: mini-batches that are timed.
         steps: training steps of the real network.
         timed_steps: steps of the paper's Transformers on a process for each stage.
     """

@@ -295,7 +295,7 @@ class Channel:
         for i, spec in enumerate(layouts):
             alone = len(frames) > 1
             made.append(_read_from(frames[i + 1 if alone else 0].buffer, 0 if alone else place, spec))
-            place += -(-spec.num_bytes // _GRAIN) * _GRAIN
+            place += spec.num_bytes + _gap(spec.num_bytes)
         return tuple(made), []
 
     def _look(self) -> None:
@@ -321,7 +321,7 @@ def _form_of(made: Cotangents, known: Sequence[str], parts: Tensors, label: str)
     specs = [None if t is None else make_spec(t, name) for t, name in zip(made, called, strict=True)]
     layouts = tuple(map(with_layout, make_specs(parts), parts))
     text = json.dumps([to_json(specs), to_json(layouts), label]).encode()
-    text += b" " * (-len(text) % _GRAIN)
+    text += b" " * _gap(len(text))
     return Form(text, layouts, sum(spec.num_bytes for spec in layouts))
 
 
@@ -354,7 +354,7 @@ def _socket(kind: int, token: bytes) -> zmq.Socket[bytes]:
     made.linger = 0
     made.set_hwm(0)
     if secret := os.environ.get("NWISE_SECRET"):
-        # Who knows the secret has both keys, and nobody else knows even the public one.
+        # Every rank derives both keys from the secret. Without it, nobody has even the public key.
         key = z85.encode(hashlib.sha256(secret.encode() + token).digest())
         made.curve_secretkey, made.curve_publickey = key, zmq.curve_public(key)
         if kind == zmq.PULL:
@@ -382,4 +382,9 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _padded(tensor: Tensor) -> bytes:
     raw: bytes = _bytes(tensor).tobytes() if tensor.numel() else b""
-    return raw.ljust(-(-len(raw) // _GRAIN) * _GRAIN)
+    return raw + bytes(_gap(len(raw)))
+
+
+def _gap(size: int) -> int:
+    """Return the bytes from the end of something to where the next tensor begins."""
+    return -size % _GRAIN

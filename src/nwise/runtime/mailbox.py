@@ -54,7 +54,7 @@ class Mailbox:
 
     Attributes:
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
-        wanted: the tasks whose results somebody reads.
+        wanted: the tasks whose results other tasks read.
         sent: bytes that the present call has sent as activations and as gradients.
     """
 

@@ -38,10 +38,7 @@ class Spec:
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate the tensor."""
-        if not self.order:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        memory = torch.empty([self.shape[i] for i in self.order], dtype=self.dtype, device=device)
-        return memory.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return self.of_memory(torch.empty(prod(self.shape), dtype=self.dtype, device=device))
 
     def of_memory(self, values: Tensor) -> Tensor:
         """Return the tensor whose values lie in memory like these, of one dimension."""

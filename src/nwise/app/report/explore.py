@@ -60,7 +60,7 @@ class Choices:
     latency: Sequence[float]
 
     def check(self) -> None:
-        """Raise early, before any schedule is schedule, for choices that cannot be drawn.
+        """Raise early, before any schedule is made, for choices that cannot be drawn.
 
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
