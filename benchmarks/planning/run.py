@@ -1,4 +1,4 @@
-"""Cost of planning itself: schedules of more and more stages built, schedule, validated and simulated.
+"""Cost of planning itself: schedules of more and more stages built, timed, validated and simulated.
 
 Every size runs in a process of its own, in turn, so that its peak memory is its own. Writes one JSON record per run to
 ``records/planning.jsonl`` and draws ``planning.png``: seconds against actions, with the slope of both on logarithmic axes.
