@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise import exits
 from nwise.app.data import batch_indices, digits
-from nwise.exits import EarlyExit
 
 
 def outcome(pipe: nwise.Pipeline, x: Tensor, y: Tensor, threshold: float) -> tuple[float, float]:
     """Return the accuracy, and the share of the stages that a sample takes on average."""
-    answers = pipe.exit(x, threshold=threshold)
+    answers = exits.exit(pipe, x, threshold=threshold)
     right = (answers.output.argmax(1) == y).double().mean()
     return float(right), float((answers.stage + 1).double().mean()) / pipe.num_stages
 
@@ -50,7 +50,7 @@ def main(path: Path = Path("digits-with-exits.pt"), steps: int = 200) -> tuple[f
     fit, held_out = (test.batch(torch.arange(first, len(test), 2)) for first in (0, 1))
     threshold = calibrate(pipe, *fit, drop=0.005)
     accuracy, depth = outcome(pipe, *held_out, threshold)
-    torch.save(EarlyExit(pipe.stages, pipe.heads, dict.fromkeys(range(3), threshold), "classes"), path)
+    torch.save(exits.EarlyExit(pipe.stages, pipe.heads, dict.fromkeys(range(3), threshold), "classes"), path)
 
     network = torch.load(path, weights_only=False)  # takes nwise, but no pipeline
     x, _ = test.batch(torch.arange(8))

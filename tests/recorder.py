@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nwise.capture.recording import Reads
+from nwise.capturing.recording import Reads
 
 POISON = 1e30  # stands in all memory between the recording and the first replay, as nothing has been computed
 

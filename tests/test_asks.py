@@ -175,5 +175,5 @@ def test_training_needs_no_network_and_imports_no_extra(tmp_path: Path, monkeypa
     done = forked(1, [str(tmp_path / "offline.py"), *lines], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     runs = sorted((tmp_path / "runs").iterdir())
-    assert [run.name for run in runs] == ["digits-2-wise-001", "source-code-2-wise-mean-001"]
+    assert [run.name for run in runs] == ["digits-2-wise-mean-001", "source-code-2-wise-mean-001"]
     assert all((run / "weights.safetensors").exists() for run in runs)

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 import nwise
 from nwise.app.recipes import ConvNet, recipe
 from nwise.app.training import Trainer
-from nwise.capture import capture
-from nwise.program.arguments import capture_of
-from nwise.runtime.processes import Processes
+from nwise.capturing import capture
 from recorder import CpuGraphs
 
 cross_entropy = nn.functional.cross_entropy
@@ -47,8 +45,8 @@ def pipelines(
     made = []
     for captured in (False, True):
         stages, heads = make(), [nn.Linear(4, 4) for _ in range(3)]
-        pipe = nwise.Pipeline(stages, heads, loss, strategy, m, seed=0, capture=captured, **options)
-        made.append(nwise.defer_batchnorm(pipe))
+        pipe = nwise.Pipeline(stages, heads, loss, strategy, m, seed=0, **options)
+        made.append(nwise.defer_batchnorm(nwise.capture(pipe) if captured else pipe))
     return made
 
 
@@ -75,8 +73,8 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 def replays(pipe: nwise.Pipeline) -> int:
-    assert pipe._capture is not None
-    return sum(kind.recording is not None for kind in pipe._capture._kinds.values())
+    assert isinstance(pipe.runner, capture.Capture)
+    return sum(kind.recording is not None for kind in pipe.runner._kinds.values())
 
 
 def labels(step: int) -> Tensor:
@@ -158,7 +156,8 @@ def test_gradients_are_added_to_and_losses_stay() -> None:
 def test_a_head_of_several_stages_accumulates_once() -> None:
     """Its parameters are listed once for each stage, and each place added the gradient again."""
     head, x = nn.Linear(4, 4), torch.randn(6, 4)
-    pipe = nwise.Pipeline(layers(), [head] * 3, nn.MSELoss(), "2-wise", seed=0, capture=True)
+    pipe = nwise.Pipeline(layers(), [head] * 3, nn.MSELoss(), "2-wise", seed=0)
+    nwise.capture(pipe)
     for _ in range(5):
         pipe.zero_grad()
         pipe.step(x, target=x)
@@ -197,7 +196,8 @@ def test_changes_of_modules_and_strategies_are_recorded_again(what: str) -> None
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0, 1.0]))
         stages = [layers(nn.Dropout)[0], layers(nn.Dropout)[1], *layers(lambda: nn.BatchNorm1d(4))[2:]]
         heads = [nn.Linear(4, 4) for _ in range(3)]
-        pipe = nwise.Pipeline(stages, heads, loss, nwise.Geometric(0.3), seed=0, capture=captured)
+        pipe = nwise.Pipeline(stages, heads, loss, nwise.Geometric(0.3), seed=0)
+        pipe = nwise.capture(pipe) if captured else pipe
         found.append(train(pipe, 5, labels))
         (CHANGES | AFTER_REFRESH)[what](pipe)
         if what in AFTER_REFRESH:
@@ -311,9 +311,9 @@ def test_what_a_recording_would_leave_out_is_refused(
 
 
 def test_several_processes_and_compression_are_refused() -> None:
-    processes = cast(Processes, SimpleNamespace(size=4))
+    pipe = cast(nwise.Pipeline, SimpleNamespace(processes=SimpleNamespace(size=4), compress="none"))
     with pytest.raises(ValueError, match="all stages in one process.* Found 4 processes; start one"):
-        capture_of(processes, None)
+        nwise.capture(pipe)
     with pytest.raises(ValueError, match="Found `compress`"):
         pipelines(compress="bf16")
 

@@ -118,7 +118,7 @@ def test_export_to_an_unwritable_path_is_one_sentence(
     """Regression: torch's own error came with a traceback."""
     assert cli.run(["train", *NARROW, "--max-steps", "1", "--json"]) == 0
     Path("closed.pt.part").mkdir()
-    assert cli.run(["export", "runs/digits-2-wise-001", "--out", "closed.pt"]) == 2
+    assert cli.run(["export", "runs/digits-2-wise-mean-001", "--out", "closed.pt"]) == 2
     assert "'closed.pt' should be a path that can be read and written. Found: Is a directory" in capsys.readouterr().err
 
 
@@ -260,7 +260,7 @@ def test_train_with_closed_stdout_can_be_resumed(tmp_path: Path) -> None:
         process.kill()
     error = (tmp_path / "said-0.err").read_text()
     assert process.exitcode == 75, error  # 1 if the last flush of the standard output failed
-    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in error
+    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-mean-001`." in error
     assert "Traceback" not in error
 
 
@@ -346,16 +346,16 @@ def test_damaged_run_folder_error_names_the_file(
 
 
 def test_train_interrupted_by_ctrl_c_exits_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = tmp_path / "runs" / "digits-2-wise-001" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "digits-2-wise-mean-001" / "metrics.jsonl"
     trained = lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3  # noqa: E731
     sender = signal_when(trained, signal.SIGINT, tmp_path)
     done = forked(1, ["-m", "nwise", "train", *NARROW, "--epochs", "500", "--log-every", "1"], tmp_path)
     sender.join()
     assert done.returncode == 75, done.stderr
-    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-001`." in done.stderr
+    assert "as requested. Resume with `nwise train --resume runs/digits-2-wise-mean-001`." in done.stderr
     assert done.stderr.startswith("stopping after this step; Ctrl-C again to end now\n")
     assert "Traceback" not in done.stdout + done.stderr
-    assert cli.run(["evaluate", "runs/digits-2-wise-001"]) == 0
+    assert cli.run(["evaluate", "runs/digits-2-wise-mean-001"]) == 0
     assert "stopped at step" in capsys.readouterr().out
     assert torch.isfinite(load_file(metrics.parent / "weights.safetensors")["model.output.1.weight"]).all()
 
@@ -370,7 +370,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_with_130(
 
     monkeypatch.setattr(cli, "run", interrupt)
     with pytest.raises(SystemExit, match="^130$"):
-        cli.main(["evaluate", "runs/digits-2-wise-001"])
+        cli.main(["evaluate", "runs/digits-2-wise-mean-001"])
     assert capsys.readouterr() == ("", "nwise: interrupted\n")
 
 

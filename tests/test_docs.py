@@ -330,7 +330,7 @@ def test_slurm_script_requeues_and_resumes(tmp_path: Path) -> None:
     first = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **options
     )
-    metrics = tmp_path / "runs" / "job-7" / "digits-2-wise-001" / "metrics.jsonl"
+    metrics = tmp_path / "runs" / "job-7" / "digits-2-wise-mean-001" / "metrics.jsonl"
     for _ in range(600):
         if metrics.exists() and '"step": 20' in metrics.read_text():
             break
@@ -342,7 +342,7 @@ def test_slurm_script_requeues_and_resumes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, check=False, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     assert '"status": "done"' in (metrics.parent / "run.json").read_text()
-    assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["digits-2-wise-001"], "it went on"
+    assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["digits-2-wise-mean-001"], "it went on"
 
 
 _RESOLVE = """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import ZOO
+from nwise import exits
 from nwise.exits import EarlyExit, confidence, confidence_of, default_confidence
 from nwise.tensors import Named
 
@@ -55,7 +56,7 @@ def one_by_one(pipe: nwise.Pipeline, x: Tensor, thresholds: Mapping[int, float])
 def test_every_sample_leaves_where_it_would_alone(name: str, thresholds: dict[int, float]) -> None:
     pipe, x = pipeline(name)
     output, stages = one_by_one(pipe, x, thresholds)
-    answers = pipe.exit(x, threshold=thresholds)
+    answers = exits.exit(pipe, x, threshold=thresholds)
     assert answers.stage.tolist() == stages
     torch.testing.assert_close(answers.output, output)
     torch.testing.assert_close(answers.confidence, confidence(output))
@@ -68,7 +69,7 @@ def test_every_sample_leaves_where_it_would_alone(name: str, thresholds: dict[in
 def test_an_empty_batch_is_refused_and_a_pipeline_gives_its_own_modules() -> None:
     pipe, x = pipeline()
     with pytest.raises(ValueError, match="`exit` should have at least one sample. Found none"):
-        pipe.exit(x[:0])
+        exits.exit(pipe, x[:0])
     network = EarlyExit(pipe.stages, pipe.heads, {0: 0.5}, "classes")
     assert not network.training
     assert all(stage.training for stage in pipe.stages), "the network is a copy"
@@ -80,7 +81,7 @@ def test_heads_without_threshold_and_stages_without_samples_do_not_run() -> None
     for kind, modules in (("stage", enumerate(pipe.stages)), ("head", pipe.heads.items())):
         for k, module in modules:
             module.register_forward_hook(lambda *_, kind=kind, k=k: called.append(f"{kind} {k}"))
-    pipe.exit(x, threshold={1: 0.0})
+    exits.exit(pipe, x, threshold={1: 0.0})
     assert called == ["stage 0", "stage 1", "head 1"]
 
 
@@ -92,19 +93,19 @@ def test_a_sample_of_several_positions_is_as_sure_as_its_least_certain_one() -> 
 def test_bad_thresholds_are_refused() -> None:
     pipe, x = pipeline()
     with pytest.raises(ValueError, match=r"stages whose head is trained, \{?\[0, 1, 2\].*Found one for stage 3"):
-        pipe.exit(x, threshold={3: 0.5})
+        exits.exit(pipe, x, threshold={3: 0.5})
     with pytest.raises(ValueError, match="`threshold` should be a probability.*Found nan"):
-        pipe.exit(x, threshold=float("nan"))
+        exits.exit(pipe, x, threshold=float("nan"))
     with pytest.raises(ValueError, match="should have heads that the strategy trains. Found none; train with `2-wise`"):
-        pipeline(strategy="end-to-end")[0].exit(x)
+        exits.exit(pipeline(strategy="end-to-end")[0], x)
     pipe.heads[0] = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)).double()
     with pytest.raises(ValueError, match="Stage 0's head or output should be logits .* Found shape \\[16\\]"):
-        pipe.exit(x)
+        exits.exit(pipe, x)
     pipe, x = pipeline()
     pipe.heads[0] = nn.Linear(5, 7).double()
     with pytest.raises(ValueError, match=r"outputs of one shape for a sample. Found \[7\] of stage 0, \[\d\] of stage"):
         # Regression: torch spoke of sizes of tensors.
-        pipe.exit(x, threshold={0: confidence(pipe.heads[0](pipe.stages[0](x))).median().item()})
+        exits.exit(pipe, x, threshold={0: confidence(pipe.heads[0](pipe.stages[0](x))).median().item()})
 
 
 def trained(output: int, loss_fn: Any, x: Tensor, y: Tensor, layer: Any = nn.Linear) -> nwise.Pipeline:
@@ -165,14 +166,14 @@ def test_default_confidence_is_that_of_the_loss(
     pipe = trained(output, loss_fn, x, y, layer)
     outputs = [made for made in pipe.head_outputs(x) if isinstance(made, Tensor)]
     for threshold, made in ((0.0, outputs[0]), (math.inf, outputs[1])):
-        answers = pipe.exit(x, threshold=threshold)
+        answers = exits.exit(pipe, x, threshold=threshold)
         torch.testing.assert_close(answers.confidence, expected(made).detach())
         torch.testing.assert_close(answers.output, made.detach())
     bound = expected(outputs[0]).median().item()
-    assert pipe.exit(x, threshold=bound).stage.eq(0).tolist() == (expected(outputs[0]) >= bound).tolist()
+    assert exits.exit(pipe, x, threshold=bound).stage.eq(0).tolist() == (expected(outputs[0]) >= bound).tolist()
     rule = default_confidence(loss_fn, 0)
     network = EarlyExit(pipe.stages, pipe.heads, {0: bound}, rule)
-    torch.testing.assert_close(network.answers(x).confidence, pipe.exit(x, threshold=bound).confidence)
+    torch.testing.assert_close(network.answers(x).confidence, exits.exit(pipe, x, threshold=bound).confidence)
 
 
 def test_confidence_by_hand() -> None:
@@ -194,13 +195,15 @@ def test_several_labels_and_unknown_losses_need_a_confidence() -> None:
     """Regression: independent labels and regression got a softmax, which says nothing about them."""
     pipe = trained(3, nn.BCEWithLogitsLoss(), X, LABELS)
     with pytest.raises(ValueError, match=r"several labels .* Found logits \[6, 3\] at stage 0; pass 'labels'"):
-        pipe.exit(X)
+        exits.exit(pipe, X)
     (head, last) = (made for made in pipe.head_outputs(X) if isinstance(made, Tensor))
-    torch.testing.assert_close(pipe.exit(X, threshold=0.0, confidence="labels").confidence, certainty(head).detach())
-    answers = pipe.exit(X, threshold=math.inf, confidence=lambda logits: logits.sigmoid().amax(1))
+    torch.testing.assert_close(
+        exits.exit(pipe, X, threshold=0.0, confidence="labels").confidence, certainty(head).detach()
+    )
+    answers = exits.exit(pipe, X, threshold=math.inf, confidence=lambda logits: logits.sigmoid().amax(1))
     torch.testing.assert_close(answers.confidence, last.sigmoid().amax(1).detach())
     seen: list[Any] = []
-    pipe.exit(X, confidence=lambda logits, inputs: (seen.append(inputs.shape), logits[:, 0].sigmoid())[1])  # type: ignore[func-returns-value]
+    exits.exit(pipe, X, confidence=lambda logits, inputs: (seen.append(inputs.shape), logits[:, 0].sigmoid())[1])  # type: ignore[func-returns-value]
     assert seen[0] == X.shape
     for wrong, message in (
         ("softmax", "`confidence` should be one of 'classes', .* Found 'softmax'"),
@@ -209,11 +212,11 @@ def test_several_labels_and_unknown_losses_need_a_confidence() -> None:
         (3, "Found 3"),
     ):
         with pytest.raises(ValueError, match=message):
-            pipe.exit(X, confidence=wrong)  # type: ignore[arg-type]
+            exits.exit(pipe, X, confidence=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`confidence` should be one of .* Found None"):
         EarlyExit(pipe.stages, pipe.heads, {0: 0.5})
     with pytest.raises(ValueError, match=r"at least two classes along dimension 1. Found shape \[6, 1\]"):
-        trained(1, nn.CrossEntropyLoss(), X, YES[:, 0].long() * 0).exit(X)
+        exits.exit(trained(1, nn.CrossEntropyLoss(), X, YES[:, 0].long() * 0), X)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_losses_without_a_default_are_refused_before_anything_runs(loss_fn: Any)
     with pytest.raises(
         ValueError, match="`confidence` should be given for a loss without a default. Found .* at stage"
     ):
-        pipe.exit(X.float())
+        exits.exit(pipe, X.float())
 
 
 class Masked(nn.Linear):
@@ -280,11 +283,11 @@ def test_padding_decides_nothing() -> None:
         assert isinstance(made, Tensor)
         top = made.softmax(-1).amax(-1)
         expected = torch.stack([row[keep].min() for row, keep in zip(top, mask, strict=True)]).detach()
-        torch.testing.assert_close(pipe.exit(given, threshold=threshold).confidence, expected)
+        torch.testing.assert_close(exits.exit(pipe, given, threshold=threshold).confidence, expected)
         assert not torch.allclose(expected, top.amin(1).detach()), "otherwise the test shows nothing"
     other = {**given, "attention_mask": mask.long()[:, :4]}
     with pytest.raises(ValueError, match=r"`attention_mask` should be .* Found shape \[6, 4\], with .* \[6, 5\]"):
-        pipe.exit(other)
+        exits.exit(pipe, other)
 
 
 def test_outputs_of_positions_instead_of_samples_are_refused() -> None:
@@ -296,7 +299,7 @@ def test_outputs_of_positions_instead_of_samples_are_refused() -> None:
 
     pipe = nwise.Pipeline([nn.Linear(4, 4), Flat(4, 3)], [Flat(4, 3)], nn.functional.cross_entropy, "2-wise-mean")
     with pytest.raises(ValueError, match=r"Stage 0's head or output should have 2 samples .* shape \[10, 3\]"):
-        pipe.exit(torch.randn(2, 5, 4))
+        exits.exit(pipe, torch.randn(2, 5, 4))
 
 
 def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> None:
@@ -308,6 +311,6 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
     assert {name for name in names if "nwise" in name} == {"nwise.exits.EarlyExit", "nwise.by_stage.HeadDict"}
     loaded = torch.load(tmp_path / "network.pt", weights_only=False)
     with torch.no_grad():
-        assert loaded(x).equal(pipe.exit(x, threshold=thresholds).output)
+        assert loaded(x).equal(exits.exit(pipe, x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
         EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")

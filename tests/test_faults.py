@@ -227,7 +227,7 @@ def test_resume_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command(["train", "digits", *OPTIONS, *runs]) == 0
     (folder,) = tmp_path.iterdir()
     assert command(["train", "--resume", str(folder), "--max-steps", "15", "--strategy", "3-wise"]) == 0
-    assert "resuming at step 12: strategy 2-wise -> 3-wise" in text(capsys)
+    assert "resuming at step 12: strategy 2-wise-mean -> 3-wise" in text(capsys)
     assert Run.open(folder).recipe.strategy == "3-wise"
     assert command(["train", f"--resume={folder}", "--max-steps", "18", "--cut", "1", "2", "1"]) == 0
     assert "stages 4 -> 3; dropped the heads of the former stages 1" in text(capsys)

@@ -121,7 +121,7 @@ def test_exported_weights_load_back(
 
     monkeypatch.chdir(tmp_path)
     assert cli.run(["train", "digits", "--filters", "4", "--max-steps", "2"]) == 0
-    run = "runs/digits-2-wise-001"
+    run = "runs/digits-2-wise-mean-001"
     for out in ("net.safetensors", "net.pt"):
         assert cli.run(["export", run, "--out", out]) == 0
     network = models.convnet(4, 10, filters=4, in_channels=1, image_size=8).whole()

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise import exits
 from nwise.app.recipes import recipe
 from nwise.app.training import Trainer
-from nwise.capture import capture
+from nwise.capturing import capture
+from nwise.capturing.capture import Capture
 from nwise.compression import named
 from nwise.planning.allocation import allocated
 from recorder import CpuGraphs
@@ -89,7 +91,7 @@ def test_compressed_messages_and_exits(compress: str) -> None:
     heads: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
     pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", compress=named(compress)).to(DEVICE)
     assert all(p.isfinite().all() for p in trained(pipe, DEVICE))
-    answers = pipe.exit(torch.randn(5, 8, device=DEVICE), threshold=0.3, confidence="classes")
+    answers = exits.exit(pipe, torch.randn(5, 8, device=DEVICE), threshold=0.3, confidence="classes")
     assert answers.output.shape == (5, 8)
     assert answers.output.device.type == DEVICE
 
@@ -127,8 +129,8 @@ def captured_pipeline(
     ]
     stages.append(nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 10)))
     heads: list[nn.Module] = [nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 10)) for _ in range(3)]
-    pipe = nwise.Pipeline(stages, heads, loss, strategy, m, seed=0, capture=capture, **options)
-    return nwise.defer_batchnorm(pipe).to(DEVICE)
+    pipe = nwise.Pipeline(stages, heads, loss, strategy, m, seed=0, **options)
+    return nwise.defer_batchnorm(nwise.capture(pipe) if capture else pipe).to(DEVICE)
 
 
 def losses_and_weights(pipe: nwise.Pipeline, precision: torch.dtype, steps: int = 8) -> list[Tensor]:
@@ -172,8 +174,8 @@ def test_captured_steps_are_bitwise_those_of_eager_ones(
         torch.backends.cudnn.deterministic = deterministic
     for one, other in zip(eager, captured, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
-    assert pipes[1]._capture is not None
-    assert any(kind.recording is not None for kind in pipes[1]._capture._kinds.values())
+    assert isinstance(pipes[1].runner, Capture)
+    assert any(kind.recording is not None for kind in pipes[1].runner._kinds.values())
 
 
 def test_a_loss_that_reads_a_value_is_not_captured() -> None:

@@ -20,6 +20,7 @@ import settings
 from architectures import CLASSES, VOCABULARY
 from architectures import tiny as made
 from launch import results
+from nwise import exits
 from nwise.exits import confidence
 from nwise.network.families import FAMILIES, run_model
 from nwise.tensors import Named, Tensors
@@ -153,9 +154,11 @@ def test_exits_know_masks_by_position() -> None:
     stages = nwise.split(model, at=2)
     pipe = nwise.Pipeline(stages, nwise.heads.copied(stages), own_loss(model), "2-wise-mean").double()
     ids, mask = torch.randint(1, VOCABULARY, (6, LENGTH)), torch.arange(LENGTH) < torch.arange(3, 9)[:, None]
-    by_name = pipe.exit(input_ids=ids, attention_mask=mask.long(), threshold=0.0).confidence
-    assert torch.equal(pipe.exit(ids, mask.long(), threshold=0.0).confidence, by_name)
-    assert not torch.allclose(pipe.exit(ids, mask.long(), threshold=0.0, confidence=confidence).confidence, by_name)
+    by_name = exits.exit(pipe, input_ids=ids, attention_mask=mask.long(), threshold=0.0).confidence
+    assert torch.equal(exits.exit(pipe, ids, mask.long(), threshold=0.0).confidence, by_name)
+    assert not torch.allclose(
+        exits.exit(pipe, ids, mask.long(), threshold=0.0, confidence=confidence).confidence, by_name
+    )
 
 
 def test_copied_heads_follow_the_models_attention() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import nwise
 from nets import ZOO, Net
+from nwise import exits
 from nwise.tensors import Named, as_inputs, as_tuple
 
 A = 4
@@ -91,11 +92,11 @@ def test_exits_by_name() -> None:
     pipe = pipe_of(net, "2-wise")
     pipe.step(x=x, target=y)
     thresholds = dict.fromkeys(pipe.needed_heads(), 0.3)
-    expected = pipe.exit(x, threshold=0.3, confidence="classes")
+    expected = exits.exit(pipe, x, threshold=0.3, confidence="classes")
     assert len(set(expected.stage.tolist())) > 0
     for answers in (
-        pipe.exit(x=x, threshold=0.3, confidence="classes"),
-        nwise.exits.EarlyExit(pipe.stages, pipe.heads, thresholds, "classes").answers(x=x),
+        exits.exit(pipe, x=x, threshold=0.3, confidence="classes"),
+        exits.EarlyExit(pipe.stages, pipe.heads, thresholds, "classes").answers(x=x),
     ):
         assert torch.equal(answers.output, expected.output)
         assert torch.equal(answers.stage, expected.stage)

@@ -295,7 +295,7 @@ def test_colours_differ_for_deuteranopes(colours: tuple[str, ...]) -> None:
 def test_report_needs_no_network_and_escapes_names(tmp_path: Path) -> None:
     name = tmp_path / "<img src=x onerror=alert(1)>"
     assert cli.run(["train", "digits", "--max-steps", "2", *NARROW, "--runs", str(tmp_path)]) == 0
-    (tmp_path / "digits-2-wise-001").rename(name)
+    (tmp_path / "digits-2-wise-mean-001").rename(name)
     assert cli.run(["report", str(name), "--out", str(tmp_path / "r.html")]) == 0
     text = (tmp_path / "r.html").read_text()
     assert "<img src=x" not in text
@@ -307,7 +307,7 @@ def test_report_json_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.run(["report", str(tmp_path)]) == 2
     assert "A run should be a folder with a run.json" in capsys.readouterr().err
     assert cli.run(["train", "digits", "--max-steps", "2", *NARROW, "--runs", str(tmp_path)]) == 0
-    run = tmp_path / "digits-2-wise-001"
+    run = tmp_path / "digits-2-wise-mean-001"
     capsys.readouterr()
     assert cli.run(["report", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -360,8 +360,8 @@ def test_empty_explorer_and_report_of_non_finite_run(tmp_path: Path) -> None:
         )
         == 0
     )
-    assert cli.run(["report", str(tmp_path / "digits-2-wise-001")]) == 0
-    page = (tmp_path / "digits-2-wise-001" / "report.html").read_text()
+    assert cli.run(["report", str(tmp_path / "digits-2-wise-mean-001")]) == 0
+    page = (tmp_path / "digits-2-wise-mean-001" / "report.html").read_text()
     assert "NaN" not in page.split('id="data">')[1].split("</script>")[0]
 
 
@@ -380,7 +380,7 @@ def charts(page: Path) -> dict[str, Any]:
 def test_report_of_run_resumed_with_other_stages(before: str, after: str, tmp_path: Path) -> None:
     """Regression: fewer or more stages after a resume gave a traceback or called an inner stage the output."""
     trained(tmp_path, "--max-steps", "6", "--heads", "all", "--cut", *before.split())
-    run = tmp_path / "digits-2-wise-001"
+    run = tmp_path / "digits-2-wise-mean-001"
     assert cli.run(["train", "--resume", str(run), "--cut", *after.split(), "--max-steps", "12"]) == 0
     assert cli.run(["report", str(run)]) == 0
     num_stages = len(after.split())
@@ -416,7 +416,7 @@ def test_accuracy_and_perplexity_on_one_page_keep_apart(tmp_path: Path) -> None:
 def test_report_escapes_run_metadata(tmp_path: Path) -> None:
     """Regression: values that began like a table cell were inserted without escaping."""
     trained(tmp_path, "--max-steps", "2")
-    run = tmp_path / "digits-2-wise-001"
+    run = tmp_path / "digits-2-wise-mean-001"
     state = json.loads((run / "run.json").read_text())
     state["status"] = state["versions"]["torch"] = state["config"]["name"] = "<td><script>alert(1)</script>"
     (run / "run.json").write_text(json.dumps(state))
@@ -446,7 +446,7 @@ def test_report_rejects_invalid_records(
     line: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path, "--max-steps", "2")
-    run = tmp_path / "digits-2-wise-001"
+    run = tmp_path / "digits-2-wise-mean-001"
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     assert cli.run(["report", str(run)]) == 2

@@ -480,7 +480,7 @@ WRONG_STEP_VALUES: Steps = [
     [(kind, *one) for kind, all_ in ((TypeError, WRONG_STEP_TYPES), (ValueError, WRONG_STEP_VALUES)) for one in all_],
 )
 def test_invalid_step_inputs_and_outputs_raise(error: type[Exception], given: dict[str, Any], message: str) -> None:
-    given = {"stages": two(), "heads": [nn.Linear(3, 3)], "x": X, "y": Y, **given}
+    given = {"stages": two(), "heads": [nn.Linear(3, 3)], "strategy": "2-wise", "x": X, "y": Y, **given}
     x, y = given.pop("x"), given.pop("y")
     pipe = nwise.Pipeline(**given)
     with pytest.raises(error, match=message):

@@ -242,9 +242,7 @@ def test_plan_in_words() -> None:
     made = quiet(network(), devices=limited, report=texts.append)
     assert texts == [str(made)]
     lines = texts[0].splitlines()
-    assert lines[0].startswith(
-        f"2 devices, 2-wise (with these stages the same as end-to-end), M = {made.num_microbatches}: "
-    )
+    assert lines[0].startswith(f"2 devices, 2-wise-mean, M = {made.num_microbatches}: ")
     assert lines[0].endswith(" times as fast as stages with equal numbers of blocks")
     assert lines[1].split() == ["device", "speed", "stages", "busy", "memory"]
     assert "0 from the start" in texts[0]
@@ -319,7 +317,7 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     assert peak_bytes(limited.with_costs(costs))[0] <= 25
     with pytest.warns(UserWarning, match="`memory` should be at least 10 bytes .* The pipeline runs the fastest order"):
         choose("best", flows, (0, 1), None, costs, 5.0)
-    pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], None, schedule="best")
+    pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], strategy="2-wise", schedule="best")
     pipe._prices = costs, 5.0
     pipe.refresh()
     with pytest.warns(UserWarning, match="whatever its memory") as seen:
@@ -501,7 +499,7 @@ def test_processes_of_unequal_speed_make_one_plan(tmp_path: Path) -> None:
     assert blocks[0] > blocks[1]
     assert second["texts"] == []
     [expected, measured] = first["texts"]
-    assert expected.startswith("2 devices, 2-wise (with these stages the same as end-to-end), M = 2: ")
+    assert expected.startswith("2 devices, 2-wise-mean, M = 2: ")
     assert measured.startswith("A step takes ")
     alone = planned.case(tuple(first["at"]), "contiguous")
     assert {**first["digests"], **second["digests"]} == alone

@@ -82,7 +82,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Trainer, Sco
 
 def test_run_learns_and_records(trained: tuple[Run, Trainer, Scores]) -> None:
     run, trainer, scores = trained
-    assert run.folder.name == "digits-2-wise-001"
+    assert run.folder.name == "digits-2-wise-mean-001"
     assert all(score is not None and score.accuracy > 0.9 for score in scores.heads)
     state = json.loads((run.folder / "run.json").read_text())
     assert state["status"] == "done"

@@ -159,7 +159,9 @@ def by_hand(case: Case, n: int, *, early: bool = False, compiled: bool = False) 
 def ours(case: Case, strategy: str, *, capture: bool = False) -> Step:
     """The same through `nwise.Pipeline`."""
     stages, heads = copy.deepcopy(case.model.stages), copy.deepcopy(case.model.heads)
-    pipe = nwise.Pipeline(stages, heads, case.loss_fn, strategy, capture=capture)
+    pipe = nwise.Pipeline(stages, heads, case.loss_fn, strategy)
+    if capture:
+        nwise.capture(pipe)
     parameters = list(pipe.parameters())
 
     def step() -> None:

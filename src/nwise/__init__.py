@@ -5,10 +5,10 @@ A map: each line imports only from those below it, and ends with what it hands u
     app                          the command `nwise`: recipes, data, the paper's networks, trainer, reports
     training                     clipping, guards, optimizers for late gradients
     checkpoint    planning       a run in files; a cut for given devices
-    compression                  smaller messages
+    compression   exits          smaller messages; early answers
+    capturing                    steps recorded on a GPU
     pipeline                     what users call                                            -> Pipeline
-    program       exits          arguments, settings, the cut of a batch; early answers     -> steps
-    capture                      steps recorded on a GPU
+    program                      arguments, settings, the cut of a batch                    -> steps
     runtime                      ranks, messages, the engine, one step                      -> losses, .grad
     stage                        one stage's passes, and guards of its graphs               -> gradients
     schedule                     the task graph, its orders, times and bounds               -> Schedule
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nwise import losses as losses
     from nwise.auxiliary import inject as inject
     from nwise.batchnorm import defer_batchnorm as defer_batchnorm
+    from nwise.capturing.capture import capture as capture
     from nwise.checking import check as check
     from nwise.compiled import compile_module as compile_module
     from nwise.findings import ContractError as ContractError
@@ -85,6 +86,7 @@ _PLACES = {
     "Plans": "planning.plans",
     "Rotating": "strategies",
     "Strategy": "strategies",
+    "capture": "capturing.capture",
     "check": "checking",
     "clip_grad_norm_": "training.clip",
     "compile_module": "compiled",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
+
+from torch import Tensor, nn
+
+from nwise.tensors import Tensors, call, run_unchanged
 
 __all__ = ["HeadDict"]
 
@@ -44,3 +48,8 @@ class HeadDict(nn.ModuleDict):
     def get(self, stage: int) -> nn.Module | None:
         """Return the head of a stage; None if it has none."""
         return self._modules.get(str(stage))
+
+    def run(self, stage: int, hidden: Tensors) -> Tensor | Tensors | None:
+        """Return what the head of a stage makes of the stage's output; None if it has none."""
+        head = self.get(stage)
+        return None if head is None else run_unchanged(partial(call, head), hidden, f"The head of stage {stage}")

@@ -15,7 +15,6 @@ import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,10 @@ from nwise.certainty import (
     default_confidence,
 )
 from nwise.microbatch import batch_size
+from nwise.modes import evaluating
+from nwise.pipeline import Pipeline
 from nwise.runtime.processes import Processes
-from nwise.tensors import Tensors, as_inputs, call, each, run_module, run_unchanged
+from nwise.tensors import Input, Tensors, as_inputs, each, run_module
 
 __all__ = [
     "Answers",
@@ -42,10 +43,9 @@ __all__ = [
     "confidence_of",
     "confidences",
     "default_confidence",
+    "exit",
 ]
 
-# One output for every stage; None where the head is missing or was not requested.
-Outputs = list[Tensor | Tensors | None]
 Bounds = float | Mapping[int, float]  # one for all exits, or one by stage
 
 
@@ -64,21 +64,32 @@ class Answers:
     confidence: Tensor
 
 
-def check_only(only: object, num_stages: int) -> None:
-    """Raise ValueError or TypeError unless `only` is None or has indices of stages."""
-    if only is None:
-        return
-    if not isinstance(only, Collection):
-        raise TypeError(f"`only` should be a collection of indices of stages, such as [0]. Found {only!r}.")
-    for k in only:
-        if k not in range(num_stages):
-            raise ValueError(f"`only` should have indices of stages, from 0 to {num_stages - 1}. Found {k!r}.")
+def exit(
+    pipe: Pipeline, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor
+) -> Answers:
+    """Let samples exit at the first confident head, in evaluation mode; all processes call it and get the answers.
 
+    Args:
+        pipe: the pipeline.
+        inputs, named: inputs of its first stage, as for `Pipeline.step`.
+        threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
+        confidence: a name or function (`confidence_of`); default: that of the loss.
 
-def head_output(heads: HeadDict, k: int, hidden: Tensors, only: Collection[int] | None) -> Tensor | Tensors | None:
-    """Run the head of stage k on its output, if it has one, and is among `only` if these are given."""
-    head = heads.get(k) if only is None or k in only else None
-    return None if head is None else run_unchanged(partial(call, head), hidden, f"The head of stage {k}")
+    Raises:
+        ValueError: a threshold is not from 0 to 1 (or inf), no head is trained, or the loss has no confidence.
+
+    >>> import nwise
+    >>> stages = [nn.Linear(2, 4), nn.Linear(4, 2)]
+    >>> pipe = nwise.Pipeline(stages, [nn.Linear(4, 2)])
+    >>> exit(pipe, torch.zeros(3, 2), threshold=0.0).stage
+    tensor([0, 0, 0])
+    """
+    thresholds = check_threshold(threshold, pipe.needed_heads())
+    rules = confidences(pipe.loss_fns, thresholds, confidence)
+    device = next((p.device for p in pipe.parameters()), None)
+    with evaluating(pipe), pipe.processes.watched("`exit`"):
+        given = as_inputs(inputs, named, "The input of `exit`")
+        return answer(pipe.stages, pipe.heads, given, thresholds, rules, pipe.processes, device)
 
 
 def answer(
@@ -116,7 +127,7 @@ def answer(
         if len(rows):
             seen, hidden = hidden, run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
-                output = hidden if k == last else head_output(heads, k, hidden, None)
+                output = hidden if k == last else heads.run(k, hidden)
                 logits, sure = confidence_of(rules[k], output, seen, k, getattr(stages[k], "input_names", ()))
                 if len(logits) != len(rows):
                     raise ValueError(
@@ -143,7 +154,7 @@ class EarlyExit(nn.Module):
         heads: heads by the index of their stage.
         thresholds: for every exit the confidence from which a sample leaves, by stage.
         confidence: how confidence follows from an output, for all exits: a name or a function, as for `confidence_of`. Give the
-            one that `Pipeline.exit` used; `default_confidence` returns it for a loss.
+            one that `exit` used; `default_confidence` returns it for a loss.
 
     >>> stages = [nn.Linear(2, 4), nn.Linear(4, 2)]
     >>> network = EarlyExit(stages, {0: nn.Linear(4, 2)}, {0: 0.0}, "classes")

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.compiled import allow_several_passes
-from nwise.microbatch import Weight
-from nwise.modes import evaluating
+from nwise.microbatch import Results, Weight
 from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
 from nwise.program.cutting import check_first, check_surroundings, cut_batch
@@ -34,7 +33,6 @@ from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
 from nwise.terms import make_terms
 
 if TYPE_CHECKING:
-    from nwise.exits import Answers, Bounds, Confidence, Outputs
     from nwise.findings import Report
 
 __all__ = ["Pipeline"]
@@ -63,7 +61,6 @@ class Pipeline(Program):
         mesh: mesh under ``torchrun``, dimensions ``("pp", "dp")``; default: a rank for each stage, or fewer, or replicas.
         timeout: time limit of each action of a process, in seconds; default: ``NWISE_TIMEOUT``, else 300.
         checks: ``"first"`` (default) to compare the first step with plain autograd (`nwise.check`), or ``"never"``.
-        capture: whether to record steps on a GPU and replay them without Python (`nwise.capture`).
 
     Between two steps you may set `strategy`, `num_microbatches`, `schedule`, `seed` and `steps`, replace stages and heads, and
     freeze parameters. The next step uses the new values.
@@ -77,6 +74,7 @@ class Pipeline(Program):
         processes: the processes (`nwise.runtime.processes.Processes`), possibly one.
         recorder: None, or a function called with each action's step, action, begin and end (on a GPU: of its launch).
         on_action: None, or a function called with each `Action` that `step` has executed.
+        runner: None, or what runs each `nwise.runtime.step.Step` in another way and returns its results (`nwise.capture`).
 
     Raises:
         ValueError, TypeError: the arguments do not fit together; raised before any tensor work.
@@ -96,7 +94,7 @@ class Pipeline(Program):
         stages: Sequence[ModuleOrFactory],
         heads: Sequence[ModuleOrFactory | None] | None = None,
         loss_fn: LossFn | Sequence[LossFn] = nn.functional.cross_entropy,
-        strategy: str | Strategy = "2-wise",
+        strategy: str | Strategy = "2-wise-mean",
         num_microbatches: int | None = None,
         *,
         schedule: Order | None = None,
@@ -107,7 +105,6 @@ class Pipeline(Program):
         mesh: DeviceMesh | None = None,
         timeout: float | None = None,
         checks: str = "first",
-        capture: bool = False,
     ) -> None:
         given_heads, losses = arguments.checked(given := list(stages), heads, loss_fn)
         plan, ranks, num_microbatches = arguments.placed(given, placement, num_microbatches)
@@ -125,11 +122,11 @@ class Pipeline(Program):
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
+        self.runner: Callable[[Step], Results] | None = None
         self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
         self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
         self._terms = make_terms(losses)
-        self._capture = arguments.capture_of(self.processes, self._compression) if capture else None
         self._begins = True  # whether the next step is the first, or one that a check makes
         self._engine: Engine | None = None
         self._structure: Structure | None = None
@@ -154,42 +151,28 @@ class Pipeline(Program):
         """Run the main network; all processes call it. Return its output, None in processes without the last stage."""
         return self.head_outputs(*inputs, only=(), **named)[-1]
 
-    def head_outputs(self, *inputs: Input, only: Collection[int] | None = None, **named: Tensor) -> Outputs:
-        """Run the network and the heads; all processes call it. Return one output per stage; the last is `forward`'s.
+    def head_outputs(
+        self, *inputs: Input, only: Collection[int] | None = None, **named: Tensor
+    ) -> list[Tensor | Tensors | None]:
+        """Run the network and the heads; all processes call it. Return an output of each stage, None without a head that runs.
 
         Args:
             inputs, named: inputs of the first stage, as for `step`.
             only: indices of the stages whose heads run; default: all.
         """
-        from nwise.exits import check_only, head_output
-
-        check_only(only, self.num_stages)
-        outputs: Outputs = [None] * self.num_stages
+        arguments.check_only(only, self.num_stages)
+        outputs: list[Tensor | Tensors | None] = [None] * self.num_stages
 
         def forward(k: int, hidden: Tensors) -> Tensors:
             output = call(self.stages[k], hidden)
             made = as_tuple(output, f"The output of stage {k}")
-            outputs[k] = output if k == self.num_stages - 1 else head_output(self.heads, k, made, only)
+            runs = only is None or k in only
+            outputs[k] = output if k == self.num_stages - 1 else self.heads.run(k, made) if runs else None
             return made
 
         given = as_inputs(inputs, named, "The input")
         self._connected(given).infer(given, self.steps, forward)
         return outputs
-
-    def exit(self, *inputs: Input, threshold: Bounds = 0.9, confidence: Confidence = None, **named: Tensor) -> Answers:
-        """Let samples exit at the first confident head, in evaluation mode; all processes call it and get the answers.
-
-        Args:
-            threshold: confidence from which a sample exits: one for all trained heads, or one by stage for each that runs.
-            confidence: a name or function (`nwise.exits.confidence_of`); default: that of the loss, ValueError if it has none.
-        """
-        from nwise.exits import answer, check_threshold, confidences
-
-        thresholds = check_threshold(threshold, self.needed_heads())
-        rules = confidences(self.loss_fns, thresholds, confidence)
-        with evaluating(self), self.processes.watched("`exit`"):
-            given = as_inputs(inputs, named, "The input of `exit`")
-            return answer(self.stages, self.heads, given, thresholds, rules, self.processes, self._device(given[0]))
 
     def step(
         self,
@@ -233,7 +216,8 @@ class Pipeline(Program):
             self._begins = False
         seed, judge = derive(self._seed, number), None if self._checks == "never" else self._judge
         step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
-        results = self._capture.run(step) if self._capture else step.run(Draws(seed, processes.replica * m))
+        runner = self.runner
+        results = step.run(Draws(seed, processes.replica * m)) if runner is None else runner(step)
         self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
         self.microbatch_losses, self.loss_shares = results.losses, results.shares
         if self._observer is not None:

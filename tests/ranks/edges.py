@@ -18,6 +18,7 @@ from torch import nn
 
 import nwise
 from nets import ZOO
+from nwise import exits
 from nwise.app.recipes import recipe
 from nwise.app.training import evaluate
 from nwise.compression import named
@@ -391,10 +392,10 @@ def named_and_answered() -> Any:
         pipe.step({"x": x}, target=y)
         optimizer.step()
         optimizer.zero_grad()
-    answers = pipe.exit(x=x, threshold=0.35, confidence="classes")
+    answers = exits.exit(pipe, x=x, threshold=0.35, confidence="classes")
     with evaluating(pipe):
         output = pipe(x=x)
-    everything = pipe.exit({"x": x}, threshold=float("inf"), confidence="classes").output
+    everything = exits.exit(pipe, {"x": x}, threshold=float("inf"), confidence="classes").output
     assert output is None or torch.equal(output, everything)
     return closed(pipe, {**state(pipe), "answers": [answers.stage.tolist(), answers.output.tolist()]})
 
@@ -406,7 +407,7 @@ def answered_early() -> Any:
     trained(pipe, "sgd", data)
     answers = {}
     for threshold in (0.0, 0.3, 1.0):
-        result = pipe.exit(data[0][0], threshold=threshold)
+        result = exits.exit(pipe, data[0][0], threshold=threshold)
         answers[str(threshold)] = [result.stage.tolist(), result.output.tolist(), result.confidence.tolist()]
     trained(pipe, "sgd", data)
     return closed(pipe, {**state(pipe), "answers": answers})

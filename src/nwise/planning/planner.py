@@ -77,7 +77,7 @@ def plan(
     *,
     devices: int | Sequence[float | Device] | None = None,
     num_stages: int | None = None,
-    strategy: str | Strategy | list[Any] | tuple[Any, ...] = "2-wise",
+    strategy: str | Strategy | list[Any] | tuple[Any, ...] = "2-wise-mean",
     heads: Heads | None = None,
     loss_fn: LossFn = nn.functional.cross_entropy,
     optimizer: Optimizers | None = torch.optim.Adam,

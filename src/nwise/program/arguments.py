@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
 from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
-
-if TYPE_CHECKING:
-    from nwise.capture.capture import Capture
 
 T = TypeVar("T")
 
@@ -148,6 +145,17 @@ def refuse_wrappers(modules: Iterable[nn.Module], where: str = "a stage or head"
             )
 
 
+def check_only(only: object, num_stages: int) -> None:
+    """Raise ValueError or TypeError unless `only` is None or has indices of stages."""
+    if only is None:
+        return
+    if not isinstance(only, Collection):
+        raise TypeError(f"`only` should be a collection of indices of stages, such as [0]. Found {only!r}.")
+    for k in only:
+        if k not in range(num_stages):
+            raise ValueError(f"`only` should have indices of stages, from 0 to {num_stages - 1}. Found {k!r}.")
+
+
 def checked_when(checks: str) -> str:
     """Return the argument `checks`; raise ValueError if it is something else."""
     if checks not in ("first", "never"):
@@ -253,20 +261,3 @@ class Sharing:
 def _places(stages: Iterable[T], heads: Iterable[T | None]) -> Iterator[tuple[str, T]]:
     for what, modules in (("stages", stages), ("heads", heads)):
         yield from ((f"{what}.{k}", module) for k, module in enumerate(modules) if module is not None)
-
-
-def capture_of(processes: Processes, compression: object) -> Capture:
-    """Return what captures the steps of a pipeline; raise ValueError if an argument of it rules that out."""
-    others = {
-        f"{processes.size} processes; start one, or leave `capture` out": processes.size > 1,
-        "`compress`; leave it out": compression is not None,
-    }
-    if any(others.values()):
-        found = next(name for name, is_given in others.items() if is_given)
-        raise ValueError(
-            "A captured pipeline should have all stages in one process, and messages without compression. "
-            f"Found {found}."
-        )
-    from nwise.capture.capture import Capture
-
-    return Capture()

@@ -35,7 +35,6 @@ _FIXED = {
     "mesh",
     "timeout",
     "checks",
-    "capture",
 }
 
 
@@ -233,9 +232,11 @@ class Program(nn.Module):
         """Raise ValueError unless there is a head for every loss of the strategy but the last."""
         missing = [k for k in self.needed_heads() if k not in self.heads]
         if missing:
+            plain = missing == [0] and self._strategy.name == "2-wise-mean"
+            way = '`strategy="2-wise"`, which needs none there, or a head' if plain else "one"
             raise ValueError(
-                f"`heads` should have a head for stage {min(missing)}, whose loss {self._strategy.name!r} needs. Found None; see "
-                "`nwise.heads` for builders."
+                f"`heads` should have a head for stage {min(missing)}, whose loss {self._strategy.name!r} needs. Found None; "
+                f"pass {way}, as `nwise.heads` makes them."
             )
 
     def _warn_of_windows(self) -> None:

@@ -23,7 +23,7 @@ from nwise.schedule.actions import describe
 class ReportCommand:
     """Show runs on one page that opens offline (heads, timelines, credit, configuration), and measured times in tables.
 
-    Example: nwise report runs/digits-2-wise-001
+    Example: nwise report runs/digits-2-wise-mean-001
     """
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]

@@ -209,7 +209,7 @@ class CompareCommand:
 class EvaluateCommand:
     """Score a run on its test set: the last head, every head, and ensembles of the top n heads.
 
-    Example: nwise evaluate runs/digits-2-wise-001
+    Example: nwise evaluate runs/digits-2-wise-mean-001
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -242,7 +242,7 @@ class EvaluateCommand:
 class ExportCommand:
     """Write the main network without its heads, under the names of the unsplit network: safetensors, or torch's format.
 
-    Example: nwise export runs/digits-2-wise-001 --out digits.safetensors
+    Example: nwise export runs/digits-2-wise-mean-001 --out digits.safetensors
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]

@@ -29,7 +29,7 @@ def recipe(name: str) -> Recipe:
     """Return the recipe of a name.
 
     >>> recipe("digits").strategy
-    '2-wise'
+    '2-wise-mean'
     """
     if name not in RECIPES:
         raise ValueError(f"A recipe should be one of {', '.join(RECIPES)}. Found {name!r}.{hint(name, RECIPES)}")

@@ -212,7 +212,7 @@ class Recipe:
     """Optimizer of every stage and head."""
     then: Optimizer | None = None
     """Settings of the new optimizer after a switch of strategy; None keeps the settings of `optimizer`."""
-    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "2-wise"
+    strategy: Annotated[str, tyro.conf.arg(help=_STRATEGY_HELP)] = "2-wise-mean"
     heads: Heads = "live"
     """Heads to run: live, those whose loss trains a stage; all, the others too, as probes that train themselves only."""
     microbatches: int = 1

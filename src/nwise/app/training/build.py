@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nwise import compile_module
+from nwise import capture, compile_module
 from nwise.app.data import Images, Tokens
 from nwise.app.models import initialize
 from nwise.app.recipes import Recipe
@@ -75,7 +75,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
             initialize(module.to_empty(device="cpu"), recipe.seed, name)
         return defer_batchnorm(module) if recipe.defer_batchnorm else module
 
-    return Pipeline(
+    pipe = Pipeline(
         [partial(build, stage) for stage in model.stages],
         [partial(build, head, f"heads.{k}") for k, head in enumerate(model.heads)],
         _loss(recipe, data),
@@ -86,8 +86,8 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
         seed=recipe.seed,
         placement=parse_placement(recipe.placement),
         compress=named(recipe.compress),
-        capture=recipe.capture,
     )
+    return capture(pipe) if recipe.capture else pipe
 
 
 def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> Network:

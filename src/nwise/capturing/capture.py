@@ -25,17 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from nwise._torch import has_hooks, with_hooks
-from nwise.capture.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
+from nwise.capturing.recording import CudaGraphs, NotRecordableError, Observed, Recorded, Seeded
 from nwise.checks import warn
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
+from nwise.pipeline import Pipeline
 from nwise.randomness import Draws, Part, kept, random_states
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.stage.graph import gradients_aside
 from nwise.tensors import Tensors, each, names
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "capture"]
 
 _EAGER_STEPS = 2  # of every kind before its recording, in which libraries choose their algorithms
 _LIMIT = 8  # recordings in use, and changes in close succession that make all of them again
@@ -64,6 +65,33 @@ class StepKind:
     recording: Recording | None = None
 
 
+def capture(pipe: Pipeline) -> Pipeline:
+    """Let a pipeline on a GPU record its steps, and replay them without Python; return the pipeline.
+
+    Args:
+        pipe: a pipeline of one process, without compression. Its next steps fill the same gradients as before.
+
+    Raises:
+        ValueError: the pipeline has several processes or compressed messages; its next step raises it on a CPU, under a delay,
+            and if a module or parameter has hooks.
+
+    >>> import nwise
+    >>> pipe = nwise.capture(nwise.Pipeline([nn.Linear(2, 2)], strategy="end-to-end"))
+    >>> pipe.step(torch.zeros(1, 2), target=torch.tensor([1]))
+    Traceback (most recent call last):
+    ...
+    ValueError: `capture` should be used on a GPU. Found a pipeline on the device cpu; move it by `pipe.to('cuda')`.
+    """
+    several = pipe.processes.size
+    if several > 1 or pipe.compress != "none":
+        found = f"{several} processes; start one" if several > 1 else "`compress`; leave it out"
+        raise ValueError(
+            f"A captured pipeline should have all stages in one process, and messages without compression. Found {found}."
+        )
+    pipe.runner = Capture()
+    return pipe
+
+
 class Capture:
     """Runs the steps of a pipeline eagerly or by replay; the numbers of the losses must stay while a step is recorded."""
 
@@ -74,12 +102,12 @@ class Capture:
         self._changes = 0
         self._failed = self._full = False
 
-    def run(self, step: Step) -> Results:
+    def __call__(self, step: Step) -> Results:
         """Run a step: fill every ``.grad``, and return the rest."""
         if step.schedule.oldest:
             raise ValueError(
                 "A captured pipeline should have a strategy without a delay. Found gradients of age "
-                f"{step.schedule.oldest}; choose another strategy, or leave `capture` out."
+                f"{step.schedule.oldest}; choose another strategy, or set `pipe.runner = None`."
             )
         hooked = with_hooks(step.structure.learns)
         if hooked or any(map(has_hooks, step.structure.modules)):
@@ -121,7 +149,7 @@ class Capture:
 
     def _eagerly(self, step: Step, kind: StepKind) -> Results:
         """Run a step eagerly, and note who draws random numbers."""
-        assert self._graphs is not None, "as `run` has made them"
+        assert self._graphs is not None, "as `__call__` has made them"
         draws = Observed(step.seed)
         with self._graphs.beside():
             results = step.run(draws)
@@ -187,8 +215,7 @@ def make_graphs(device: torch.device) -> CudaGraphs:
     """
     if device.type != "cuda":
         raise ValueError(
-            f"`capture` should be used on a GPU. Found a pipeline on the device {device}; move it by `pipe.to('cuda')`, or leave "
-            "`capture` out."
+            f"`capture` should be used on a GPU. Found a pipeline on the device {device}; move it by `pipe.to('cuda')`."
         )
     return CudaGraphs(device)
 
@@ -199,7 +226,7 @@ def refuse_hooks(modules: Iterable[nn.Module], hooked: Sequence[Tensor]) -> None
     found += [f"a parameter of shape {list(p.shape)}" for p in hooked]
     raise ValueError(
         f"A captured pipeline should have no hooks, because their Python would not run in a replay. Found one on {found[0]}; "
-        "remove it, or leave `capture` out."
+        "remove it, or set `pipe.runner = None`."
     )
 
 
