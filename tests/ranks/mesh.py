@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import nwise
-import nwise.runtime.replicas
 from nwise.runtime.launch import start
 from nwise.training.nonfinite import NonFiniteGuard
 from ranks.common import DEVICE, RANK, batches, closed, network, trained, write
@@ -19,9 +18,8 @@ def values(pipe: nwise.Pipeline) -> dict[str, list[float]]:
     return {name: p.detach().flatten().tolist() for name, p in pipe.named_parameters()}
 
 
-def replicas(strategy: str, num_microbatches: int, bucket_bytes: int, *, alone: bool = False) -> Any:
+def replicas(strategy: str, num_microbatches: int, *, alone: bool = False) -> Any:
     """Two stages in two replicas, each with half of every mini-batch; or alone, with twice the micro-batches."""
-    nwise.runtime.replicas.BUCKET_BYTES = bucket_bytes
     stages, heads = network(2)
     if not alone and RANK % 2:  # replicas that start otherwise are made equal
         for part in (*stages, *heads):
@@ -75,7 +73,7 @@ def statistics(*, alone: bool = False) -> Any:
     return closed(pipe, {name: b.tolist() for name, b in pipe.named_buffers() if "running" in name})
 
 
-CASES = [("local", 1, 2**22), ("2-wise", 2, 1), ("2-wise-mean", 1, 200), ("end-to-end-delay-1", 2, 2**22)]
+CASES = [("local", 1), ("2-wise", 2), ("2-wise-mean", 1), ("end-to-end-delay-1", 2)]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,6 @@ __all__ = ["Engine"]
 # Called after each action of this rank with the step, the action, and its start and end in seconds of `time.perf_counter`.
 Recorder = Callable[[int, Action, float, float], None]
 OnAction = Callable[[Action], None] | None
-_NOTHING_ELSE = nullcontext()  # made once: a step enters it for every task
 
 
 class Engine:
@@ -222,7 +221,7 @@ class Engine:
         assert schedule is not None, "`follow` has set it"
         tasks, stages, processes, received = schedule.graph.tasks, self._by_index, self._processes, self.received
         several, replicas = processes.size > 1, mailbox.replicas
-        watched, completing = several or tell is not None, schedule.completing if replicas else ()
+        watched, completes = several or tell is not None, work.completes if replicas else ()
         mailbox.begin(schedule, work, call, flying, tell)
         for task in work.calls[call % len(work.calls)]:
             kind, k, m, _, _, age = action = tasks[task]
@@ -241,9 +240,9 @@ class Engine:
             tape = minibatch.tapes[k][m]
             if received is not None:
                 received.note(task, number, tape, given)
-            # After the last task that adds to gradients they are complete, so their sums over replicas begin during it.
-            with replicas[k].summing(head=kind is Kind.HEAD) if task in completing else _NOTHING_ELSE:
-                result = stages[k].run(action, tape, given, continued=task in schedule.continued)
+            result = stages[k].run(action, tape, given, continued=task in schedule.continued)
+            if task in completes:
+                replicas[k].begin()
             if tell is not None:
                 tell(action, begin)
             if task in mailbox.wanted:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nwise.schedule.actions import Kind
+from nwise.schedule.actions import WEIGHT_GRADS, Kind
 from nwise.schedule.schedule import Schedule
 
 __all__ = ["RankWork", "work_of"]
@@ -29,12 +29,14 @@ class RankWork:
         updates: the numbers of its updates in every call, which follow.
         reads: the tasks of other stages whose results a task reads, each with its message; None for an activation.
         uses: number of tasks of this rank that read a result.
+        completes: the last task of each stage in every call that adds to a gradient.
     """
 
     calls: Sequence[Sequence[int]]
     updates: Sequence[Sequence[int]]
     reads: Mapping[int, Sequence[tuple[int, int | None]]]
     uses: Counter[int] = field(default_factory=Counter)
+    completes: frozenset[int] = frozenset()
 
 
 def work_of(schedule: Schedule, rank: int) -> RankWork:
@@ -48,4 +50,10 @@ def work_of(schedule: Schedule, rank: int) -> RankWork:
         for one in calls
         for n in one
     }
-    return RankWork(calls, updates, reads, Counter(task for one in reads.values() for task, _ in one))
+    completes: set[int] = set()
+    for one in calls:
+        adding = (n for n in one if tasks[n].kind in (Kind.HEAD, *WEIGHT_GRADS))
+        completes.update({tasks[n].stage: n for n in adding}.values())
+    return RankWork(
+        calls, updates, reads, Counter(task for one in reads.values() for task, _ in one), frozenset(completes)
+    )

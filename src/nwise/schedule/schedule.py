@@ -11,7 +11,7 @@ from hashlib import sha256
 from itertools import chain, groupby
 
 from nwise.flow import Flows
-from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Action, Kind, transfer
+from nwise.schedule.actions import PASSES, Action, Kind, transfer
 from nwise.schedule.ages import Ages
 from nwise.schedule.costs import CLOSE, TYPICAL, Costs
 from nwise.schedule.graph import TaskGraph, task_graph
@@ -126,15 +126,6 @@ class Schedule:
                 last = max((i for i, task in enumerate(together) if tasks[task].kind in PASSES), default=0)
                 result.update(together[:last])
         return frozenset(result)
-
-    @cached_property
-    def completing(self) -> frozenset[int]:
-        """The last head and the last W or B of every stage in each call, after which their gradients are complete."""
-        tasks, last = self.graph.tasks, dict[tuple[int, int, bool], int]()
-        for call, task in ((call, task) for call, lists in enumerate(self.lists) for task in chain(*lists)):
-            if tasks[task].kind in (Kind.HEAD, *WEIGHT_GRADS):
-                last[call, tasks[task].stage, tasks[task].kind is Kind.HEAD] = task
-        return frozenset(last.values())
 
     @cached_property
     def place(self) -> dict[int, int]:
