@@ -71,7 +71,7 @@ def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     device, slot, latency = Device(0.004), 0.004, 0.02
     budget.pace(stage, prices(costs, 3)[1], device, latency)
     schedule = best("end-to-end", num_stages=3, num_microbatches=1, costs=costs)
-    (tape,) = stage.tapes(schedule, 0, Batch([()], [None], [[1.0] * 3]))
+    tape = stage.tapes(schedule, 0, Batch([()], [None], [[1.0] * 3]))[0]
 
     def due(seconds: float) -> Tensor:
         return torch.tensor([time.perf_counter() + seconds], dtype=torch.float64)

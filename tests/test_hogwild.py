@@ -340,7 +340,7 @@ class Rows(nn.Linear):
 def backward_of(module: nn.Module, change: Callable[[Tensor], object]) -> list[float]:
     """Return the gradient of the input after a change between forward and backward, with the weights in memory."""
     x = torch.ones(1, 2, requires_grad=True)
-    with InMemory(list(module.parameters()), module, "Stage 0").computing():
+    with InMemory(list(module.parameters()), module, "Stage 0").computing:
         y = module(x)
     change(y)
     y.backward(torch.ones_like(y))

@@ -103,7 +103,7 @@ def test_recomputation_keeps_no_outputs_without_their_graph(strategy: str) -> No
 
     def look(action: Action) -> None:
         assert pipe._engine is not None
-        tapes = pipe._engine.flying[0].tapes[action.stage]
+        tapes = pipe._engine.flying[0].tapes[action.stage].values()
         kept.append(any(tape.outputs and not tape.tracked and not tape.head_left for tape in tapes))
 
     pipe.on_action = look

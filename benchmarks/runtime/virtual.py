@@ -107,6 +107,7 @@ class VirtualStage(Stage):
         flow, due = tape.flow, 0.0
         before, after = self._links
         if action.kind is Kind.FORWARD:
+            tape.head_left = flow.head
             if self.index:
                 tape.inputs = given[None]
                 due = _due(before, tape.inputs)
@@ -115,6 +116,7 @@ class VirtualStage(Stage):
                 self._own = given[None][0].clone() if self._own is None else self._own
                 tape.inputs = (self._own,)
         elif action.kind is Kind.HEAD:
+            tape.head_left = False
             tape.batch.losses[self.index, tape.microbatch] = torch.zeros(())
         else:
             tape.passes_left -= 1
@@ -125,8 +127,6 @@ class VirtualStage(Stage):
         if action.kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.BOTH):
             link = after if action.kind is Kind.FORWARD else before
             output = tape.inputs if link is None else (link.stamp(tape.inputs[0], self._device.free),)
-        if not tape.passes_left:
-            tape.release()
         return output
 
 

@@ -6,7 +6,7 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     -------------------  -----------------------------------------  ------------------------------------------------
     run_backward         autograd.graph._engine_run_backward        autograd.backward, slower by 15 microseconds
     has_custom           names of nodes that C++ makes              none
-    versions, version    Tensor._version                            none
+    version, counter     Tensor._version                            none
     gradient_hooks,      Tensor._backward_hooks and                 none: hooks can be registered, not listed
       with_hooks         ._post_accumulate_grad_hooks
     post_hooks           Optimizer._optimizer_step_post_hooks       none: hooks can be registered, not listed
@@ -111,12 +111,12 @@ def versions(tensors: Collection[Tensor | None]) -> list[int]:
     ([0, 0], [1, 0])
     """
     try:
-        return list(map(_counter, tensors))
+        return list(map(counter, tensors))
     except (AttributeError, RuntimeError):  # of None, and of a tensor that does not count
         return [0 if x is None else version(x) for x in tensors]
 
 
-_counter = attrgetter("_version")
+counter = attrgetter("_version")  # `version` without a call in Python; an error for a tensor of inference mode
 
 
 def post_hooks(optimizer: Optimizer) -> OrderedDict[int, Any]:

@@ -6,7 +6,7 @@ weight ``c_m / c``; uneven micro-batches are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,15 +46,15 @@ class Batch:
 
     def results(self, num_stages: int) -> Results:
         """Return what the step has computed beside gradients."""
-        by_stage: dict[int, list[tuple[Weight, Tensor]]] = {}
-        shares: dict[int, Weight] = {}
+        losses: dict[int, list[Tensor]] = {}
+        weights: dict[int, list[Weight]] = {}
         for (k, m), loss in self.losses.items():
-            weight = self.weights[m][k]
-            by_stage.setdefault(k, []).append((weight, loss))
-            shares[k] = shares[k] + weight if k in shares else weight
+            losses.setdefault(k, []).append(loss)
+            weights.setdefault(k, []).append(self.weights[m][k])
+        shares: dict[int, Weight] = {k: sum(of[1:], of[0]) for k, of in weights.items()}
         means: dict[int, Tensor] = {}
-        for k, losses in by_stage.items():
-            mean = _mean(losses, shares[k])
+        for k, of in losses.items():
+            mean = _mean(of, weights[k], shares[k])
             means[k] = mean if mean.is_floating_point() else mean.float()
         absent = torch.full_like(next(iter(means.values())), torch.nan) if means else torch.tensor(torch.nan)
         return Results(torch.stack([means.get(k, absent) for k in range(num_stages)]), self.losses, shares)
@@ -74,23 +74,20 @@ class Results(NamedTuple):
     shares: Mapping[int, Weight]
 
 
-def may_count(weight: Weight) -> bool:
-    """Return whether a weight is not 0, or is known on the device alone."""
-    return isinstance(weight, Tensor) or bool(weight)
-
-
 def full_like(tensor: Tensor, weight: Weight) -> Tensor:
     """Return a tensor of the shape and dtype of another, filled with a weight."""
     return weight.to(tensor).expand_as(tensor) if isinstance(weight, Tensor) else torch.full_like(tensor, weight)
 
 
-def _mean(losses: list[tuple[Weight, Tensor]], total: Weight) -> Tensor:
+def _mean(losses: Sequence[Tensor], weights: Sequence[Weight], total: Weight) -> Tensor:
     """Return the mean of losses with weights of this total; nan if all weights are 0."""
-    weight, loss = losses[0]
+    loss, weight = losses[0], weights[0]
     if len(losses) == 1 and not isinstance(weight, Tensor) and weight:
         return loss
-    weighted = [loss * full_like(loss, weight) for weight, loss in losses]
-    return torch.stack(weighted).sum() / full_like(loss, total)
+    # The weights are all tensors, or all numbers.
+    filled: Callable[..., Tensor] = full_like if isinstance(total, Tensor) else torch.full_like
+    weighted = [*map(torch.mul, losses, map(filled, losses, weights))]
+    return torch.stack(weighted).sum() / filled(loss, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ class Parts:
         for of in dict.fromkeys(terms):  # equal losses share theirs
             counts = of.counts(self.targets, self.sizes, on_device=on_device)
             total: Any = sum(counts)
-            if not may_count(total):
+            if not isinstance(total, Tensor) and not total:
                 raise ValueError("`target` should have at least one term that counts. Found only ignored ones.")
             if isinstance(total, Tensor):  # without terms the weights are 0, and the loss is nan
                 total = total.clamp(min=1e-300)

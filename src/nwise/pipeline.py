@@ -111,7 +111,7 @@ class Pipeline(Program):
         super().__init__(losses, strategy, num_microbatches, schedule, recompute, seed)
         self._checks = arguments.checked_when(checks)  # "never" after the first step, "asked" in one that a check makes
         self._compression = parse_compression(compress)
-        vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's
+        vars(self)["compress"] = fingerprint(self._compression)
         self.processes = join(len(given), ranks, mesh, timeout)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)

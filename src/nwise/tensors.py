@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from nwise._torch import versions
+from nwise._torch import counter
 
 __all__ = ["Tensors", "as_tuple", "run_module"]
 
@@ -229,14 +229,18 @@ def run_unchanged(function: Callable[..., T], inputs: Tensors, who: str, *target
         ValueError: it has changed a tensor in place.
     """
     tensors = inputs if not targets or targets[0] is None else (*inputs, *targets[0])
-    before, cause = versions(tensors), None
+    cause = None
+    try:
+        before = [*map(counter, tensors)]
+    except RuntimeError:  # made in inference mode, where torch does not count
+        return function(inputs, *targets)
     try:
         made = function(inputs, *targets)
     except RuntimeError as error:
         if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
             raise
         cause = error
-    if cause is None and versions(tensors) == before:
+    if cause is None and [*map(counter, tensors)] == before:
         return made
     raise ValueError(
         f"{who} should not change its input or target in place, because other passes and losses still need the values. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,7 @@ def cut_batch(
         if target is None and len(whole) > 1:
             _check_inputs(whole, first)
         parts = cut(whole, target, num_microbatches, num_replicas)
-    if any(asks(x) for tensors in parts.inputs for x in tensors):
+    if any(map(asks, chain.from_iterable(parts.inputs))):
         raise ValueError(
             "The input of `step` should not require a gradient, because its graph ends at the input. Found one that does; make "
             "the module that computes it a part of the first stage, or detach it."

@@ -241,6 +241,8 @@ class Engine:
             if received is not None:
                 received.note(task, number, tape, given)
             result = stages[k].run(action, tape, given, continued=task in schedule.continued)
+            if not tape.passes_left and not tape.head_left:
+                del minibatch.tapes[k][m]  # its tensors can go
             if task in completes:
                 replicas[k].begin()
             if tell is not None:

@@ -35,11 +35,11 @@ class Minibatch(NamedTuple):
 
     Args:
         batch: its data.
-        tapes: its micro-batches at every stage of the rank, by stage.
+        tapes: its micro-batches with work to come, by stage and index.
     """
 
     batch: Batch
-    tapes: Mapping[int, Sequence[Tape]]
+    tapes: Mapping[int, dict[int, Tape]]
 
 
 Flying = Mapping[int, Minibatch]  # by number

@@ -29,6 +29,8 @@ from nwise._torch import Norm, compiled_calls
 from nwise.batchnorm import DeferredBatchNorm
 from nwise.tensors import asks
 
+_values = methodcaller("values")
+
 
 class Structure:
     """Modules and parameters as they were when it was made.
@@ -50,7 +52,7 @@ class Structure:
         self.stateful = [module for module in modules if isinstance(module, Norm | torch.jit.ScriptModule)]
         self._places: list[Any] = [one._modules for one in (*self.containers, *modules)]
         self._places += [module._parameters for module in modules]
-        self._lengths, self._held = list(map(len, self._places)), list(_held(self._places))
+        self._lengths, self._held = list(map(len, self._places)), list(chain.from_iterable(map(_values, self._places)))
         self._parameters = [p for p in self._held if isinstance(p, Tensor)]
         self._trainable = list(map(asks, self._parameters))
         self._compiled = compiled_calls(modules)
@@ -60,15 +62,10 @@ class Structure:
         """Whether all modules and parameters are where they were, trainable and compiled as they were."""
         return (
             list(map(len, self._places)) == self._lengths
-            and all(map(is_, _held(self._places), self._held))
+            and all(map(is_, chain.from_iterable(map(_values, self._places)), self._held))
             and list(map(asks, self._parameters)) == self._trainable
             and all(map(is_, compiled_calls(self.modules), self._compiled))
         )
-
-
-def _held(places: Iterable[Any]) -> Iterator[object]:
-    """Iterate over the values of dictionaries."""
-    return chain.from_iterable(map(methodcaller("values"), places))
 
 
 def deferred_norms(modules: Iterable[nn.Module]) -> list[DeferredBatchNorm]:

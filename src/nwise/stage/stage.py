@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from nwise.auxiliary import PRESENT
 from nwise.losses import explain
-from nwise.microbatch import Batch, full_like, may_count
+from nwise.microbatch import Batch, full_like
 from nwise.schedule.actions import PASSES, Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import add_gradients
@@ -41,7 +41,13 @@ __all__ = ["LossFn", "Stage"]
 
 LossFn = Callable[..., Tensor]
 
-_gradient = attrgetter("grad")
+_gradient, _detach = attrgetter("grad"), Tensor.detach
+_ADVICE = {  # by a part of torch's error
+    "backward through the graph a second time": "may keep a tensor with its graph, such as a hidden state; detach it",
+    "modified by an inplace operation": "may write to a buffer that its graph holds; compute with a clone of it",
+    "selective activation checkpoint": "is walked several times; use an order and strategy with one pass, such as "
+    "'end-to-end' with 'gpipe', or `recompute=True` instead",
+}
 
 
 class Stage:
@@ -67,6 +73,7 @@ class Stage:
         self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
+        self._present = Weights(())
         self._scripted = False  # whether a part of the module is TorchScript
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -77,12 +84,13 @@ class Stage:
         self.module = module
         self.head = head
         self.learns = _trainable(module)
+        self._present = Weights(self.learns)
         self.head_learns = _trainable(head)
         self._scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         return [*module.modules(), *(() if head is None else head.modules())]
 
-    def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> list[Tape]:
-        """Return an empty tape for every micro-batch of a mini-batch.
+    def tapes(self, schedule: Schedule, minibatch: int, batch: Batch) -> dict[int, Tape]:
+        """Return an empty tape for every micro-batch of a mini-batch, by index.
 
         Args:
             schedule: the schedule.
@@ -99,16 +107,18 @@ class Stage:
                 f"{self._name} should not be TorchScript when it runs with replaced parameters or buffers, as under a delay or "
                 "with `recompute`. Found a scripted module; pass the original module."
             )
-        weights = Weights(self.learns)
+        weights = self._present
         if late:
             weights = (Copies if copies else InMemory)(self.learns, self.module, self._name)
         passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
-        return [Tape(f.stages[k], batch, m, passes[k, m], weights) for m, f in enumerate(flows)]
+        return {m: Tape(flow.stages[k], batch, m, passes[k, m], weights) for m, flow in enumerate(flows)}
 
     def run(
         self, action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True
     ) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F and the message of I or B. What H and W return is not used.
+
+        The last pass of a micro-batch frees its graph.
 
         Args:
             action: the action.
@@ -117,36 +127,37 @@ class Stage:
             continued: whether the stage's next pass on this micro-batch follows before any other work of the rank
                 (`Schedule.continued`). Default: True.
         """
-        made: Tensors | Cotangents = ()
         try:
             if action.kind is Kind.FORWARD:
-                made = self._forward(tape, given[None], continued)
-            elif action.kind is Kind.HEAD:
+                return self._forward(tape, given[None], continued)
+            if action.kind is Kind.HEAD:
                 self._run_head(tape)
-            elif action.kind in PASSES:
-                made = self._backward(tape, action.kind, action.message, given, continued)
-            else:
+                return ()
+            if action.kind not in PASSES:
                 raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
+            # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
+            if not tape.tracked:
+                self._rerun(tape)
+            tape.passes_left -= 1
+            again = tape.passes_left > 0
+            self._walk_back(tape, action.kind, action.message, given, again)
+            gradients = tuple(map(_gradient, tape.inputs))
+            for x in tape.inputs:  # which outlive the pass, and would add the next message
+                x.grad = None
+            if tape.weights.copied and action.kind is not Kind.INPUT_GRAD:
+                tape.weights.hand_over()
+            if again:
+                gradients = tape.apart(gradients, given)
+                if tape.first is not None and not continued and tape.kept is None:
+                    tape.outputs = each(tape.outputs, _detach) if tape.head_left else ()
+                    tape.tracked = False
+            return gradients
         except RuntimeError as error:
-            if "backward through the graph a second time" in str(error):
-                error.add_note(
-                    f"nwise: {self._name} may keep a tensor with its graph, such as a hidden state; detach it"
-                )
-            elif "modified by an inplace operation" in str(error):
-                error.add_note(
-                    f"nwise: {self._name} may write to a buffer that its graph holds; compute with a clone of it"
-                )
-            elif "selective activation checkpoint" in str(error):
-                error.add_note(
-                    f"nwise: {self._name} is walked several times; use an order and strategy with one pass, such as 'end-to-end' "
-                    "with 'gpipe', or `recompute=True` instead"
-                )
+            if known := next((advice for sign, advice in _ADVICE.items() if sign in str(error)), None):
+                error.add_note(f"nwise: {self._name} {known}")
             raise
         finally:
             PRESENT.share = 1.0
-        if not tape.passes_left and not tape.head_left:
-            tape.release()
-        return made
 
     def _forward(self, tape: Tape, inputs: Tensors, continued: bool) -> Tensors:
         """Run F; return the outputs, detached."""
@@ -158,7 +169,7 @@ class Stage:
         tape.head_left = tape.flow.head
         if tape.tracked or tape.head_left:
             tape.outputs = outputs
-        return each(outputs, torch.Tensor.detach)
+        return tuple(map(_detach, outputs)) if type(outputs) is tuple else each(outputs, _detach)
 
     def _rerun(self, tape: Tape) -> None:
         """Run F once more, for its graph."""
@@ -173,7 +184,7 @@ class Stage:
         """Run the module, with a graph if the tape is tracked."""
         part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
         function = partial(run_module, self.module, what=self._output)
-        with tape.weights.computing(), torch.set_grad_enabled(tape.tracked):
+        with tape.weights.computing, torch.set_grad_enabled(tape.tracked):
             return tape.batch.draws.run(part, device, run_unchanged, function, tape.inputs, self._name)
 
     def _run_head(self, tape: Tape) -> None:
@@ -188,7 +199,7 @@ class Stage:
             raise ValueError(
                 f"`loss_fn` of stage {self.index} should return one number, the mean over the micro-batch. Found {result}."
             )
-        counts = may_count(weight)
+        counts = isinstance(weight, Tensor) or weight != 0  # whether a term of the target counts, as far as is known
         if counts and flow.own and not loss.requires_grad:
             raise ValueError(
                 f"The loss of stage {self.index} should depend on the stage's output, because the strategy trains stages "
@@ -197,7 +208,8 @@ class Stage:
         wanted = [*self.head_learns, *filter(asks, leaves)]
         if wanted and loss.requires_grad and counts:
             PRESENT.share = batch.samples[m]
-            add_gradients([loss], [full_like(loss, weight)], wanted, retain_graph=False)
+            seed = full_like(loss, weight) if isinstance(weight, Tensor) else torch.full_like(loss, weight)
+            add_gradients([loss], [seed], wanted, retain_graph=False)
         elif not counts:  # zeros, so its auxiliary losses count; the gradient of a mean over no terms would be nan
             for leaf in filter(asks, leaves):
                 leaf.grad = torch.zeros_like(leaf)
@@ -219,26 +231,6 @@ class Stage:
             explain(error, f"stage {self.index}", leaves, target)
             raise
 
-    def _backward(self, tape: Tape, kind: Kind, message: int | None, given: Messages, continued: bool) -> Cotangents:
-        """Run I, W or B; return the gradient to each input. The last pass frees the graph."""
-        # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
-        if not tape.tracked:
-            self._rerun(tape)
-        tape.passes_left -= 1
-        again = tape.passes_left > 0
-        self._walk_back(tape, kind, message, given, again)
-        gradients = tuple(map(_gradient, tape.inputs))
-        for x in tape.inputs:  # which outlive the pass, and would add the next message
-            x.grad = None
-        if kind is not Kind.INPUT_GRAD:
-            tape.weights.hand_over()
-        if again:
-            gradients = tape.apart(gradients, given)
-            if tape.first is not None and not continued and tape.kept is None:
-                tape.outputs = each(tape.outputs, torch.Tensor.detach) if tape.head_left else ()
-                tape.tracked = False
-        return gradients
-
     def _walk_back(self, tape: Tape, kind: Kind, message: int | None, given: Messages, again: bool) -> None:
         """Walk a graph back for I, W or B; `again` says whether another pass will follow."""
         # A pass walks from the outputs to the tensors in `wanted`, and autograd skips everything else:
@@ -246,7 +238,8 @@ class Stage:
         #     inputs <----------- layers <----------- outputs <----- own * d + sum of weight * message
         #       I: no weight        W: ends at the first
         #       gradients           layer with parameters
-        cotangent = tape.flow.cotangent(message)
+        cotangent = tape.flow.weights if message is None else tape.flow.messages[message]
+        assert cotangent is not None, "the flow has this pass"
         PRESENT.share = cotangent.total * tape.batch.samples[tape.microbatch]
         if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
             kept, tape.kept = tape.kept, None

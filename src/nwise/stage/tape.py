@@ -12,7 +12,7 @@ from nwise.flow import Cotangent, StageFlow
 from nwise.microbatch import Batch
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
-from nwise.stage.weights import NO_WEIGHTS, Weights
+from nwise.stage.weights import Weights
 from nwise.tensors import Tensors
 
 __all__ = ["Cotangents", "Messages", "Tape"]
@@ -54,11 +54,6 @@ class Tape:
     head_left: bool = False
     own: Cotangents = ()
     kept: Kept | None = None
-
-    def release(self) -> None:
-        """Drop the tensors of the micro-batch, which no action needs any more."""
-        self.inputs = self.outputs = self.own = ()
-        self.weights, self.first, self.tracked, self.kept = NO_WEIGHTS, None, False, None
 
     def start(self, cotangent: Cotangent, messages: Messages) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs from which a walk starts, each with its gradient ``own * d + sum_p received[p] * messages[p]``.

@@ -30,7 +30,6 @@ NO_HOOKS = (
     "should have no hooks on saved tensors under a delay, such as those of `torch.utils.checkpoint`, whose blocks run again "
     "with later parameters. Found some; use `recompute=True`, or a strategy without a delay."
 )
-_NOTHING_ELSE = nullcontext()  # made once: a step enters it for every forward
 
 
 class Weights:
@@ -41,20 +40,18 @@ class Weights:
 
     Attributes:
         learns: the tensors at which the graphs of the mini-batch end.
+        computing: context in which the stage's forward runs with these parameters.
+        copied: whether `hand_over` has something to do.
     """
+
+    computing: AbstractContextManager[object] = nullcontext()  # made once: a step enters it for every forward
+    copied = False
 
     def __init__(self, learns: Sequence[Tensor]) -> None:
         self.learns = list(learns)
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Let the body run the stage's forward with these parameters."""
-        return _NOTHING_ELSE
-
     def hand_over(self) -> None:
         """Move the gradients of a pass to the present parameters."""
-
-
-NO_WEIGHTS = Weights(())  # of a micro-batch whose passes are over
 
 
 class Copies(Weights):
@@ -68,7 +65,7 @@ class Copies(Weights):
 
     def __init__(self, learns: Sequence[Tensor], module: nn.Module, name: str) -> None:
         self._refusal, own = f"{name} {NO_HOOKS}", dict.fromkeys(learns)
-        super().__init__([_learning_like(p, p.detach().clone()) for p in own])
+        super().__init__(list(map(_learning_copy, own)))
         self._used = dict(zip(own, self.learns, strict=True))
         # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep
         # the copy of the first as its own.
@@ -78,8 +75,15 @@ class Copies(Weights):
                 if p is not None and p in self._used:
                     self._places.append((part._parameters, key, self._used[p]))
 
+    copied = True
+
+    @property
+    def computing(self) -> AbstractContextManager[object]:  # type: ignore[override]
+        return self._in_place()
+
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def _in_place(self) -> Iterator[None]:
+        """Let the copies stand in the places of the parameters."""
         found = []
         try:
             for store, key, copy in self._places:
@@ -117,7 +121,8 @@ class InMemory(Weights):
         # What the forward uses, by its address, with the parameter: a later ``p.data = other`` moves the parameter.
         self._owners = {p.untyped_storage().data_ptr(): (p.data, p) for p in parameters if p.numel()}
 
-    def computing(self) -> AbstractContextManager[object]:
+    @property
+    def computing(self) -> AbstractContextManager[object]:  # type: ignore[override]
         return saved_tensors_hooks(self._pack, call)
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
@@ -162,8 +167,9 @@ def _layout(x: Tensor) -> str:
     return f"{x.dtype} on {x.device} with strides {x.stride()}"
 
 
-def _learning_like(parameter: Tensor, copy: Tensor) -> Tensor:
+def _learning_copy(parameter: Tensor) -> Tensor:
     """Return a copy that gets gradients as its parameter does, with its hooks, class and attributes, which a forward may read."""
+    copy = parameter.detach().clone()
     copy.requires_grad_(parameter.requires_grad)
     for hook in gradient_hooks(parameter)[0].values():
         copy.register_hook(hook)
