@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from nwise.runtime.sums import Sums
 
 
 def scaled(scaler: torch.amp.GradScaler, output: Tensor, target: Tensor) -> Tensor:
@@ -21,8 +22,7 @@ def overflow_everywhere(pipe: nwise.Pipeline) -> bool:
     gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
     bad = torch.tensor([float(sum(bool((~g.isfinite()).any()) for g in gradients))])
     all_stages = tuple(range(pipe.num_stages))
-    pipe.processes.connect([all_stages])
-    [count] = pipe.processes.sums([(all_stages, bad)])
+    [count] = Sums(pipe.processes, [all_stages])([(all_stages, bad)])
     if count:
         gradients[0].view(-1)[0] = float("inf")
     return bool(count)

@@ -66,7 +66,7 @@ def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     """An action begins when its message is due; what it sends is due a latency after its end, and its values are real."""
     module = nn.Linear(2, 2)
     stage = Stage(1, module, None, nn.functional.mse_loss, recompute=False)
-    stage.learns = list(module.parameters())
+    stage.survey(module, None)
     costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=1.0)
     device, slot, latency = Device(0.004), 0.004, 0.02
     budget.pace(stage, prices(costs, 3)[1], device, latency)

@@ -338,7 +338,7 @@ def test_drain_that_raises_restores_gradients(monkeypatch: pytest.MonkeyPatch) -
     x, y = net.draw(6)
     pipe.step(x, target=y)
     before = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
-    monkeypatch.setattr(pipe._stages[0], "_backward", None)
+    monkeypatch.setattr(pipe._stages[0], "_walk_back", None)
     with pytest.raises(TypeError):
         pipe.drain()
     after = [p.grad for p in pipe.parameters()]

@@ -276,7 +276,7 @@ def test_effects_on_the_process_are_in_one_module() -> None:
     text = {file.relative_to(SOURCE): file.read_text() for file in FILES}
     offenders = {str(path) for path, code in text.items() if re.search(effects, code, re.M)}
     application = {"app/cli/output.py", "app/cli/training.py", "app/training/trainer.py"}
-    assert offenders == {"process.py", "runtime/launch.py", "runtime/world.py", *application}, "as `process` says"
+    assert offenders == {"process.py", "runtime/launch.py", "runtime/processes.py", *application}, "as `process` says"
 
 
 def test_parts_of_a_step_that_are_measured_exist() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,26 +13,8 @@ import torch
 import nwise
 from launch import results
 from nwise.runtime.launch import check_same
-from nwise.runtime.processes import Copied, Processes
-from nwise.runtime.world import World
+from nwise.runtime.processes import Processes
 from ranks import loops
-
-
-def exchanges(kind: type[Any]) -> set[str]:
-    """The public functions that a class defines itself and that are not final."""
-    functions = {name for name, value in vars(kind).items() if inspect.isfunction(value) and name[0] != "_"}
-    return {name for name in functions if not getattr(vars(kind)[name], "__final__", False)}
-
-
-def test_a_world_has_every_exchange_and_a_copy_refuses_it() -> None:
-    """Regression: a copy refused a list of names, one of which no longer existed, and `posted` was not among them."""
-    own = exchanges(World) & set(vars(Processes))
-    assert own == exchanges(Processes)
-    refused = {name for name in vars(Copied) if name[0] != "_"}
-    assert own - refused == {"close"}  # which closes what a copy does not have
-    copied = Copied({"placement": (0, 1), "size": 2, "ranks": (0, 1)})
-    with pytest.raises(RuntimeError, match="A copy of a pipeline under several processes should only be read"):
-        copied.posted("factor")
 
 
 def test_stages_here_follow_the_placement() -> None:
@@ -56,7 +36,7 @@ def test_one_process_loads_nothing_of_several() -> None:
         heads = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ImportFrom)]
         left += [str(node.module) for node in heads if str(node.module).startswith("nwise")]
     assert "nwise.runtime.engine" in found
-    several = ("channel", "post", "replicas", "watch", "world")
+    several = ("channel", "connections", "post", "replicas", "watch")
     assert not found & {f"nwise.runtime.{name}" for name in several}
 
 

@@ -15,13 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import nwise
 from nets import InPlace
-from nwise.flow import Cotangent, StageFlow
-from nwise.microbatch import Batch
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import Action
 from nwise.stage.graph import add_to_grad
 from nwise.stage.stage import Stage
-from nwise.stage.tape import Tape
-from nwise.stage.weights import Weights
 from test_contract import assert_same, gradients
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -171,16 +167,22 @@ def test_outputs_of_a_micro_batch_are_gone_before_the_next_one() -> None:
     assert len(made) >= 4
 
 
-def test_tape_lets_go_of_its_tensors_after_the_last_pass_and_the_head() -> None:
-    stage, x = Stage(0, nn.Linear(2, 2), None, lambda y, _: y.sum(), recompute=False), (torch.ones(2),)
-    stage.survey(stage.module, None)
-    for head, passes in ((True, 1), (True, 0), (False, 0)):
-        flow = StageFlow(head, head, (), Cotangent(1.0, (), 0, 1.0) if passes else None, None)
-        tape = Tape(flow, Batch([x], [None], [[1.0]]), 0, passes, Weights(stage.learns))
-        kinds = [Kind.FORWARD, *[Kind.HEAD] * head, *[Kind.WEIGHT_GRAD] * passes]
-        for kind in kinds:
-            stage.run(Action(kind, 0, 0), tape, {None: x})
-        assert not any((tape.inputs, tape.outputs, tape.own))
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "3-wise-mean"])
+def test_a_micro_batch_leaves_the_store_after_its_last_pass_and_its_head(strategy: str) -> None:
+    """Its tensors can go, while later micro-batches run."""
+    net = [nn.Linear(2, 2) for _ in range(3)]
+    pipe = nwise.Pipeline(net, [nn.Linear(2, 2) for _ in range(2)], nn.functional.mse_loss, strategy, 3)
+    done: list[tuple[tuple[int, int], set[tuple[int, int]]]] = []
+
+    def look(action: Action) -> None:
+        tapes = pipe._engine.flying[0].tapes if pipe._engine is not None else {}
+        done.append(((action.stage, action.microbatch), {(k, m) for k in tapes for m in tapes[k]}))
+
+    pipe.on_action = look
+    pipe.step(torch.randn(6, 2), target=torch.randn(6, 2))
+    last = {place: i for i, (place, _) in enumerate(done) if place[1] < 3}
+    for place, i in last.items():
+        assert [place in there for _, there in done] == [True] * i + [False] * (len(done) - i)
 
 
 @pytest.mark.parametrize("place", ["input", "output", "residual"])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nwise.runtime.processes import Doing
-from nwise.runtime.watch import Calls, RankError, Watchdog
+from nwise.runtime.calls import Calls, Doing, RankError
+from nwise.runtime.watch import Watchdog
 from nwise.schedule.actions import Action, Kind
 
 LIMIT = 10.0

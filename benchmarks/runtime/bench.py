@@ -27,7 +27,6 @@ from nwise.checks import check_at_least
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import Processes
-from nwise.runtime.world import World
 from nwise.schedule import BASELINES, Costs, Kind, Schedule
 from nwise.schedule.costs import Prices, prices
 from nwise.schedule.find import method_schedule
@@ -134,16 +133,16 @@ class Measured:
     bytes_predicted: list[tuple[float, float]]
 
 
-def measure(world: Processes, case: Case) -> Measured:
+def measure(processes: Processes, case: Case) -> Measured:
     """Run a case on all ranks and return the result to each."""
     schedule, slot = case.schedule(), case.slot_ms / 1e3
     turns = len(schedule.flows)
     price = prices(schedule.costs, case.stages)
     device = Device(slot)
-    world.placement = case.placement
+    processes.placement = case.placement
     links = _links(schedule.costs, case.placement, slot)
-    stages: Any = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in world.here]
-    engine = Engine(world, stages, _CPU)
+    stages: Any = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in processes.here]
+    engine = Engine(processes, stages, _CPU)
     size = range(case.microbatches)
     inputs = [(case.message,) for _ in size]
     share = 1 / case.microbatches
@@ -162,8 +161,8 @@ def measure(world: Processes, case: Case) -> Measured:
             step += 1
         periods.append((moments[-1] - moments[settle]) / count / slot)
     engine.forget()
-    every = world.gather("periods", [periods, [total / step for total in sent]])
-    ceiling = median(world.gather("ceiling", _ceiling(schedule, price, device, slot, case.batches)))
+    every = processes.gather("periods", [periods, [total / step for total in sent]])
+    ceiling = median(processes.gather("ceiling", _ceiling(schedule, price, device, slot, case.batches)))
     by_round = [max(one[0][i] for one in every) for i in range(case.rounds)]
     actions = max(sum(a.kind is not Kind.UPDATE for a in actions) for actions in schedule.actions) / turns
     slots = median(by_round)
@@ -244,23 +243,23 @@ def start_all(cases: Sequence[Case]) -> list[Measured]:
     raise OSError(f"The {ranks} processes should measure and end. Found that they failed: {' '.join(lines[:1])}")
 
 
-def join(num_ranks: int) -> World:
+def join(num_ranks: int) -> Processes:
     """Return this process's place, and set its timers and threads for measuring."""
     sharpen_timers()
     torch.set_num_threads(1)
-    return World(num_ranks, limit=60.0)
+    return Processes(num_ranks, timeout=60.0)
 
 
 def main(text: str) -> None:
     """Run one rank of `start_all`."""
     settings: list[dict[str, Any]] = json.loads(text)
     cases = [Case(**one) for one in settings]
-    world = join(cases[0].num_ranks)
+    processes = join(cases[0].num_ranks)
     for case in cases:
-        result = measure(world, case)
-        if world.rank == 0:
+        result = measure(processes, case)
+        if processes.rank == 0:
             print(json.dumps(asdict(result)), flush=True)
-    world.close()
+    processes.close()
 
 
 _CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 import nwise
 from nwise.app import models
 from nwise.losses import TokenCrossEntropy
-from nwise.runtime.world import World
+from nwise.runtime.processes import Processes
 
 BATCH, LENGTH, VOCABULARY = 8, 64, 2000
 STEPS = 6
@@ -81,7 +81,7 @@ def torch_step(model: models.StagedModel, rank: int, m: int, kind: Any) -> Calla
 def main(rounds: int) -> None:
     """Time all methods in turn and print a JSON line for each and every round."""
     torch.set_num_threads(1)
-    world = World(2)
+    processes = Processes(2)
     model, halves = models.gpt(2, 6, 256, 4, LENGTH, VOCABULARY), models.gpt(4, 3, 256, 4, LENGTH, VOCABULARY)
     steps: dict[tuple[str, str, int], Callable[[], None]] = {
         ("nwise", "1-wise", 1): nwise_step(model, "1-wise", 1, None)
@@ -90,14 +90,14 @@ def main(rounds: int) -> None:
     for m in (2, 4):
         for name, kind in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
             steps["nwise", name, m] = nwise_step(model, "end-to-end", m, name)
-            steps["torch", name, m] = torch_step(model, world.rank, m, kind)
+            steps["torch", name, m] = torch_step(model, processes.rank, m, kind)
     for m in (4, 8):
         for name in ("zb-h1", "zero-bubble", "end-to-end-delay-1"):
             late = name == "end-to-end-delay-1"
             steps["nwise", name, m] = nwise_step(model, name if late else "end-to-end", m, None if late else name)
         steps["nwise", "zb-v", m] = nwise_step(halves, "end-to-end", m, "zb-v")
-        steps["torch", "zb-v", m] = torch_step(halves, world.rank, m, ScheduleZBVZeroBubble)
-        steps["torch", "interleaved zb", m] = torch_step(halves, world.rank, m, ScheduleInterleavedZeroBubble)
+        steps["torch", "zb-v", m] = torch_step(halves, processes.rank, m, ScheduleZBVZeroBubble)
+        steps["torch", "interleaved zb", m] = torch_step(halves, processes.rank, m, ScheduleInterleavedZeroBubble)
     for number in range(-1, rounds):  # the first round warms up
         for (library, method, m), step in steps.items():
             torch.distributed.barrier()
@@ -106,7 +106,7 @@ def main(rounds: int) -> None:
                 step()
             torch.distributed.barrier()
             seconds = time.perf_counter() - start_time
-            if world.rank == 0 and number >= 0:
+            if processes.rank == 0 and number >= 0:
                 record = {"library": library, "method": method, "microbatches": m, "round": number}
                 print(json.dumps({**record, "samples_per_second": BATCH * STEPS / seconds}), flush=True)
 

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from benchmarks.runtime.bench import Case, join, measure
 from benchmarks.runtime.virtual import Device
 from nwise.app.cli.costs import parse_costs
-from nwise.runtime.world import World
+from nwise.runtime.processes import Processes
 from nwise.schedule.find import method_schedule
 
 BATCHES = 12
@@ -120,9 +120,9 @@ class SplitModule(VirtualModule):
         return cast(Tensor, wait(x, unused, self) + weights(self.parameter, self))
 
 
-def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
+def torch_step(processes: Processes, case: Case, device: Device) -> Callable[[], None]:
     """Return a function that runs one mini-batch of one of torch's pipelines."""
-    costs, here = case.schedule().costs, [k for k, rank in enumerate(case.placement) if rank == world.place]
+    costs, here = case.schedule().costs, [k for k, rank in enumerate(case.placement) if rank == processes.place]
     forward, chain, weights = (costs.per_stage(name, 1)[0] for name in ("forward", "input_grad", "weight_grad"))
     begin, size, loss = costs.overhead, case.microbatches, cast(Any, Loss.apply)
     options: dict[str, Any] = {"loss_fn": lambda y, _: loss(y), "scale_grads": False}
@@ -143,11 +143,11 @@ def torch_step(world: World, case: Case, device: Device) -> Callable[[], None]:
     return lambda: schedule.step(*inputs, **target)
 
 
-def measure_torch(world: World, case: Case) -> dict[str, Any]:
+def measure_torch(processes: Processes, case: Case) -> dict[str, Any]:
     """Measure torch's pipeline and return the same numbers as `measure`."""
     period, slot = case.schedule().period, case.slot_ms / 1e3
     device = Device(slot)
-    step = torch_step(world, case, device)
+    step = torch_step(processes, case, device)
     step()  # shapes
     device.start()
     moments = []
@@ -156,7 +156,7 @@ def measure_torch(world: World, case: Case) -> dict[str, Any]:
         step()
     moments.append(time.perf_counter())
     mine = (moments[-1] - moments[case.settle]) / case.batches / slot
-    slots = max(world.gather("torch", mine))
+    slots = max(processes.gather("torch", mine))
     # A stage receives twice, computes twice and sends twice for every micro-batch.
     actions = 6 * case.microbatches * case.stages // case.num_ranks
     return {
@@ -211,18 +211,18 @@ def best_m(method: str, stages: int) -> int:
     return min((m for m in (1, 2, 4, 8, 16, 32) if method != "1f1b" or m >= stages), key=period)
 
 
-def run(world: World, rounds: int, sizes: list[float], methods: list[str]) -> None:
+def run(processes: Processes, rounds: int, sizes: list[float], methods: list[str]) -> None:
     """Run the cases of some methods, or all, in turn; first each library sends messages of every size, into fresh memory."""
     for mib in sizes:
-        warm = Case(method="gpipe", stages=world.size, microbatches=4, message_mib=mib, batches=4, rounds=1)
-        measure_torch(world, warm)
-        measure(world, warm)
+        warm = Case(method="gpipe", stages=processes.size, microbatches=4, message_mib=mib, batches=4, rounds=1)
+        measure_torch(processes, warm)
+        measure(processes, warm)
     for number in range(rounds):
-        for library, case in (pair for mib in sizes for pair in cases(world.size, mib)):
+        for library, case in (pair for mib in sizes for pair in cases(processes.size, mib)):
             if methods and case.method not in methods:
                 continue
-            result = measure_torch(world, case) if library == "torch" else asdict(measure(world, case))
-            if world.rank == 0:
+            result = measure_torch(processes, case) if library == "torch" else asdict(measure(processes, case))
+            if processes.rank == 0:
                 print(json.dumps({"library": library, "round": number, **asdict(case), **result}), flush=True)
 
 

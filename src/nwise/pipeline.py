@@ -22,7 +22,7 @@ from nwise.runtime.compression import Compression, fingerprint, parse_compressio
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
 from nwise.runtime.modules import build_modules
-from nwise.runtime.processes import join
+from nwise.runtime.processes import Processes
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.schedule.actions import Action
@@ -111,8 +111,8 @@ class Pipeline(Program):
         super().__init__(losses, strategy, num_microbatches, schedule, recompute, seed)
         self._checks = arguments.checked_when(checks)  # "never" after the first step, "asked" in one that a check makes
         self._compression = parse_compression(compress)
-        vars(self)["compress"] = fingerprint(self._compression)
-        self.processes = join(len(given), ranks, mesh, timeout)
+        vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's
+        self.processes = Processes(len(given), ranks, mesh, timeout)
         mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
         sides = build_modules(given_heads, "head", self.processes, self.seed)
         self._sharing = arguments.Sharing(given, given_heads, self.processes.size > 1)
@@ -202,7 +202,7 @@ class Pipeline(Program):
         Raises:
             ValueError, TypeError: the batch does not fit the pipeline.
             nwise.ContractError: the first step differs from plain autograd.
-            nwise.runtime.watch.RankError: a rank failed.
+            nwise.runtime.calls.RankError: a rank failed.
         """
         check_surroundings()
         processes, m, number = self.processes, self._num_microbatches, self._steps
@@ -218,8 +218,9 @@ class Pipeline(Program):
         step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
         runner = self.runner
         results = step.run(Draws(seed, processes.replica * m)) if runner is None else runner(step)
-        self._steps, self._last_ages = number + 1, (schedule.ages.weights, m)
-        self.microbatch_losses, self.loss_shares = results.losses, results.shares
+        # Without `__setattr__`, which looks for modules in each of them.
+        vars(self).update(_steps=number + 1, _last_ages=(schedule.ages.weights, m))
+        vars(self).update(microbatch_losses=results.losses, loss_shares=results.shares)
         if self._observer is not None:
             self._observer.look()
         return results.means

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from nwise.app.training.log import AsyncGather
-from nwise.runtime.world import World
+from nwise.runtime.processes import Processes
 from ranks.common import RANK, write
 
 
 def main() -> None:
     """Rank 1 puts its numbers in later; rank 0 looks now and then, for a minute at most."""
-    gather = AsyncGather(World(2))
+    gather = AsyncGather(Processes(2))
     if RANK:
         time.sleep(0.5)
     gather.put(7, [float(RANK), RANK + 1.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nwise.runtime.watch import RankError
+from nwise.runtime.calls import RankError
 from ranks.common import RANK, batches, digests, pipeline, write
 
 

@@ -12,6 +12,7 @@ from nwise._torch import plain_name
 from nwise.checkpoint.files import replacing
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
+from nwise.tensors import Named, names
 from nwise.terms import modules_of
 
 T = TypeVar("T")
@@ -31,7 +32,21 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
         ValueError: two stages use the same name.
     """
     check_names(pipe)
-    return pipe.processes.collect(local_weights(pipe))
+    processes, weights = pipe.processes, local_weights(pipe)
+    if processes.size == 1:
+        return weights
+    with processes.telling("the collection of weights"):
+        assert processes.control  # also on ranks that send nothing: all ranks make the group
+        # One rank of every place sends, and rank 0 takes them one after the other.
+        if processes.rank:
+            if 0 in processes.ranks:
+                processes.send(Named(weights), 0)
+            return {}
+        collected = {name: t.detach().cpu() for name, t in weights.items()}
+        for rank in processes.ranks[1:]:
+            received = processes.receive(rank)
+            collected.update(zip(names(received), received, strict=True))
+        return collected
 
 
 def local_weights(pipe: Pipeline) -> dict[str, Tensor]:
@@ -130,8 +145,8 @@ def check_names(pipe: Pipeline) -> None:
 
 def _refuse_same_name(stages: Iterable[Iterable[str]]) -> None:
     owners: dict[str, int] = {}
-    for k, names in enumerate(stages):
-        for name in names:
+    for k, stage in enumerate(stages):
+        for name in stage:
             if owners.setdefault(name, k) != k:
                 raise ValueError(
                     f"Stages should keep the distinct names of the unsplit network, as `nwise.split` does. Found {name!r} in "

@@ -25,25 +25,8 @@ from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
 
-
-class Fixed:
-    """An argument that is used only while a pipeline is made, so an assignment would change nothing."""
-
-    def __set_name__(self, owner: type[Program], name: str) -> None:
-        self._name = name
-
-    def __get__(self, pipe: Program | None, owner: type[Program]) -> Any:
-        if pipe is None:
-            return self
-        if self._name in vars(pipe):
-            return vars(pipe)[self._name]
-        raise AttributeError(f"A pipeline has no attribute {self._name!r}.")
-
-    def __set__(self, pipe: Program, value: object) -> None:
-        raise AttributeError(
-            f"`{self._name}` should stay as the pipeline was made with it. Found an assignment; make another pipeline of the "
-            "same stages."
-        )
+# Arguments of `Pipeline` that are used only while it is made, so an assignment would change nothing.
+_FIXED = ("loss_fn", "loss_fns", "recompute", "placement", "compress", "mesh", "timeout", "checks")
 
 
 class Program(nn.Module):
@@ -58,15 +41,6 @@ class Program(nn.Module):
     heads: HeadDict
     processes: Processes
 
-    loss_fn = Fixed()
-    loss_fns = Fixed()
-    recompute = Fixed()
-    placement = Fixed()
-    compress = Fixed()
-    mesh = Fixed()
-    timeout = Fixed()
-    checks = Fixed()
-
     def __init__(
         self,
         losses: Sequence[LossFn],
@@ -77,7 +51,8 @@ class Program(nn.Module):
         seed: int | None,
     ) -> None:
         super().__init__()
-        vars(self)["loss_fns"] = tuple(losses)
+        self.loss_fns: tuple[LossFn, ...]
+        vars(self)["loss_fns"] = tuple(losses)  # `__setattr__` refuses it, as it does the caller's
         self._strategy, self._num_microbatches = parse(strategy), num_microbatches
         self._order, self._recompute = None if schedule is None else check_order(schedule), recompute
         self.seed, self.steps = torch.initial_seed() if seed is None else seed, 0
@@ -88,6 +63,14 @@ class Program(nn.Module):
         self._sizes: list[list[int]] = []
         # The schedule, and what it was made for: first as objects, which are compared quickly, then as values.
         self._chosen: tuple[tuple[object, ...], object, Schedule] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED:
+            raise AttributeError(
+                f"`{name}` should stay as the pipeline was made with it. Found an assignment; make another "
+                "pipeline of the same stages."
+            )
+        super().__setattr__(name, value)
 
     @property
     def num_stages(self) -> int:

@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -388,3 +388,6 @@ def _padded(tensor: Tensor) -> bytes:
 def _gap(size: int) -> int:
     """Return the bytes from the end of something to where the next tensor begins."""
     return -size % _GRAIN
+
+
+Channels = Mapping[int, Channel]  # by the pipeline place of the other end

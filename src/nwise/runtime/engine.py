@@ -24,10 +24,11 @@ import torch
 from nwise.checks import warn
 from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
+from nwise.runtime.calls import Doing
 from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, copied
 from nwise.runtime.mailbox import Minibatch, Tell
-from nwise.runtime.processes import Doing, Processes
+from nwise.runtime.processes import Processes
 from nwise.runtime.received import Received
 from nwise.runtime.structure import restored_on_error
 from nwise.runtime.work import RankWork, work_of

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from nwise._torch import versions
 from nwise.modes import autocast_dtype
-from nwise.runtime.channel import Channel, Name
+from nwise.runtime.calls import Doing
+from nwise.runtime.channel import Channels, Name
 from nwise.runtime.compression import Wire
+from nwise.runtime.connections import connected
 from nwise.runtime.mailbox import Flying, Mailbox, Tell
-from nwise.runtime.processes import Doing, Processes
+from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
 from nwise.runtime.shapes import Look, Spec, check_sendable, make_specs, spec_names
 from nwise.runtime.work import RankWork
@@ -31,8 +33,6 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, each, names, with_names
-
-Channels = Mapping[int, Channel]  # by the pipeline place of the other end
 
 
 class Arc(NamedTuple):
@@ -51,7 +51,6 @@ class Post(Mailbox):
         wire: the form in which messages travel.
         device: device of the stages' tensors.
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
-        connect: function that returns the channels; all ranks make the first call together.
     """
 
     def __init__(
@@ -61,11 +60,10 @@ class Post(Mailbox):
         wire: Wire,
         device: torch.device,
         replicas: Mapping[int, Replicas],
-        connect: Callable[[torch.device], Channels],
     ) -> None:
         super().__init__(stages, wire)
         self._processes, self._device = processes, device
-        self.replicas, self._connect = replicas, connect
+        self.replicas = replicas
         self._channels: Channels | None = None
         self._schedule: Schedule | None = None
         self._arriving: Mapping[int, Arc] = {}  # by the task that makes them
@@ -173,7 +171,7 @@ class Post(Mailbox):
 
     def _connected(self) -> Channels:
         if self._channels is None:
-            self._channels = self._connect(self._device)
+            self._channels = connected(self._processes, self._device)
         return self._channels
 
     def _now(self, action: Action) -> float:

@@ -7,18 +7,11 @@ publishes signs of life and checks on the next rank and on its own main thread:
     main thread   first error ---------> error   -----------> `_listen` ends the process
     `_live`       sign of life --------> beat/0  -----------> `_live` checks the next rank (of two ranks: rank 0)
 
-All ranks make the same calls, in the same order. Every rank numbers its calls and publishes the last ones with its signs of life.
-Two ranks with different calls under one number would wait for each other until the time limit::
-
-    number    0             1              2
-    rank 0    step 0        step 1         `gather_weights`
-    rank 1    step 0        step 1         step 2            <- differs: the watch ends both, naming the lines of the script
-    rank 2    step 0                                         <- only behind
+Every rank publishes its last calls with its signs of life (`nwise.runtime.calls`).
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
@@ -26,74 +19,30 @@ import platform
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nwise.process import end_stalled, exit_at_once
+from nwise.runtime.calls import Calls, Doing, RankError
 from nwise.runtime.channel import LostPeer
-from nwise.runtime.processes import Doing
 
-__all__ = ["RankError", "Watchdog"]
+__all__ = ["Watchdog"]
 
 _BEAT = 1.0  # seconds between signs of life
 _END = "closed"  # written instead of an error when training ended well
 SPARE = 15.0  # seconds beyond the time limit after which torch ends a wait by itself
 _LATER = 3.0  # seconds by which a waiting rank speaks after the limit, so the one that it waits for speaks first
 _GRACE = 2.0  # seconds that a main thread has to end by itself, and other ranks have to report
-_KEPT = 1024  # calls that a rank remembers: more than it can be ahead of another
 _PUBLISHED = 16
-_LIBRARIES = ("nwise", "torch", "contextlib")
-
-
-class RankError(RuntimeError):
-    """Training ended on all ranks; the message names the first error and its rank."""
-
-
-class Collective(NamedTuple):
-    """A call that all ranks make.
-
-    Args:
-        number: number of the call, over all pipelines of the process.
-        name: the call, such as ``"step 3"``.
-        settings: strategy and number of micro-batches, for error messages; default: none.
-        digest: number that is equal on two ranks if their settings and orders of work are; default: 0.
-        batch: what the mini-batch looks like; its ``str`` is equal on two ranks if it looks alike. Default: none.
-        place: function of nwise and line of the caller's script; default: unknown.
-    """
-
-    number: int
-    name: str
-    settings: str = ""
-    digest: int = 0
-    batch: object = ""
-    place: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.place})" if self.place else self.name
-
-
-class Calls:
-    """The last calls of this rank; another thread may read them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.last: deque[Collective] = deque(maxlen=_KEPT)
-
-    def begin(self, name: str, settings: str = "", digest: int = 0, batch: object = "") -> None:
-        """Add a call."""
-        self.last.append(Collective(self.count, name, settings, digest, batch, _caller()))
-        self.count += 1
 
 
 class Watchdog:
     """Watches over this rank and the next, from `start` on.
 
     Args:
-        store: store shared by all ranks, `World.store`.
+        store: store shared by all ranks, `Processes.store`.
         rank, world_size: this process's rank and the number of processes.
         stages: indices of the stages that this rank holds.
         limit: limit in seconds of one action, and of a rank's silence.
@@ -238,14 +187,10 @@ class Watchdog:
 
     def _beat(self) -> None:
         doing = self._doing()  # read once: the main thread may change it meanwhile
-        calls = self.calls(_PUBLISHED)
+        calls = self._calls.published(_PUBLISHED)
         beat = {"count": next(self._beats), "at": _where(doing), "pid": os.getpid(), "host": platform.node()}
         beat |= {"waits": doing is not None and doing.waits, "calls": calls}
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
-
-    def calls(self, most: int = _KEPT) -> list[Collective]:
-        """Return the last calls of this rank that all ranks make, as `difference` takes them."""
-        return [call._replace(batch=str(call.batch)) for call in list(self._calls.last)[-most:]]
 
     def _check_self(self) -> None:
         doing = self._doing()
@@ -268,7 +213,7 @@ class Watchdog:
     def _check_next(self) -> None:
         other, now = (self._rank + 1) % self._size, self._clock()
         beat = _last_beat(self._store, other)
-        if different := self.difference(other, beat.get("calls", ())):
+        if different := self._calls.difference(self._rank, other, beat.get("calls", ())):
             self._tell(different, store=self._store)
         elif beat != self._heard[0]:
             self._heard = beat, now
@@ -277,33 +222,6 @@ class Watchdog:
             self._tell(
                 f"has not heard of rank {other} for {self._limit:g} seconds; last seen {beat['at']}", pid, self._store
             )
-
-    def difference(self, other: int, calls: Sequence[Any]) -> str:
-        """Describe the first call that this rank and another make differently; empty if one may only be ahead.
-
-        The sentence lacks its subject, which is this rank.
-        """
-        # Only calls of one number are compared: a rank that is behind has not made the others yet.
-        own = {call.number: call for call in list(self._calls.last)}
-        for theirs in (Collective(*call) for call in calls):
-            mine = own.get(theirs.number, theirs)
-            if mine.name != theirs.name:
-                return (
-                    f"should make the same calls of nwise as rank {other}, in the same order. Found {mine} on rank "
-                    f"{self._rank} and {theirs} on rank {other}; make both calls on all ranks, outside of conditions on the rank"
-                )
-            if str(mine.batch) != theirs.batch:
-                return (
-                    f"should get mini-batches of the same shapes as rank {other}. Found micro-batches, {mine.batch} in {mine} "
-                    f"on rank {self._rank} and {theirs.batch} in {theirs} on rank {other}; load the same data on all ranks"
-                )
-            if mine.digest != theirs.digest:
-                return (
-                    f"should train with the same settings as rank {other}. Found {mine.settings} on rank "
-                    f"{self._rank} and {theirs.settings} on rank {other}; give all ranks the same strategy, number of "
-                    "micro-batches, order and trainable stages"
-                )
-        return ""
 
 
 def _where(doing: Doing | None) -> str:
@@ -315,13 +233,3 @@ def _last_beat(store: Any, rank: int) -> dict[str, Any]:
     key = f"beat/{rank}"
     beat: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
     return beat
-
-
-def _caller() -> str:
-    """Return the function of nwise that the script has called, and the line of the call."""
-    frame, function = inspect.currentframe(), ""
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        if frame.f_globals["__name__"].startswith("nwise"):
-            function = frame.f_code.co_qualname.removesuffix(".__init__")
-        frame = frame.f_back
-    return "" if frame is None else f"`{function}` in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nwise.pipeline import Pipeline
+from nwise.runtime.sums import Sums
 from nwise.strategies import Strategy
 
 __all__ = ["Clip", "ClipBy", "clip_grad_norm_", "clip_groups"]
@@ -85,7 +86,7 @@ class Clip:
         groups = clip_groups(self._pipe, self._by, strategy)
         self._groups = [(tuple(sorted({stage for stage, _ in group})), group) for group in groups]
         self._shared = [stages for stages, _ in self._groups if len(stages) > 1]
-        self._pipe.processes.connect(self._shared)
+        self._sums = Sums(self._pipe.processes, self._shared)
 
     def __call__(self) -> Tensor:
         """Clip the gradients of the last step; return the norms before, of the groups with stages in this process."""
@@ -99,7 +100,7 @@ class Clip:
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
         # of processes, and the norm is bitwise the same.
         rows = [(stages, torch.stack([squared_norm(owned[part]) for part in group])) for stages, group in mine]
-        norms = [squares.sum().sqrt() for squares in processes.sums(rows)]
+        norms = [squares.sum().sqrt() for squares in self._sums(rows)]
         for (_, group), norm in zip(mine, norms, strict=True):
             for parameters in (owned[part] for part in group if owned[part]):
                 kind = norm if parameters[0].dtype in (torch.float64, torch.complex128) else norm.float()

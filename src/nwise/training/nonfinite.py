@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nwise._torch import plain_name
 from nwise.pipeline import Pipeline
+from nwise.runtime.sums import Sums
 from nwise.strategies import Strategy
 from nwise.training.clip import cycle_credit, squared_norm
 
@@ -69,7 +70,8 @@ class NonFiniteGuard:
         self._learners = [{*row.nonzero().flatten().tolist(), j} for j, row in enumerate(credit)]
         self._trains = credit.diagonal().bool().tolist()
         if self._policy == "skip":
-            self._pipe.processes.connect([tuple(sorted(group)) for group in self._learners], replicas=True)
+            sets = [tuple(sorted(group)) for group in self._learners]
+            self._sums = Sums(self._pipe.processes, sets, replicas=True)
 
     def remember(self) -> None:
         """Copy the buffers that a skipped mini-batch must not change; called before a step."""
@@ -134,7 +136,7 @@ class NonFiniteGuard:
                 count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in group)
                 rows[j] = tuple(sorted(group)), torch.tensor([float(count)])
         self._pipe.processes.begin("a `NonFiniteGuard`")
-        sums = self._pipe.processes.sums([*rows.values()], replicas=True)
+        sums = self._sums([*rows.values()])
         bad_losses = {j for j, total in zip(rows, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]
         heads = [self._pipe.heads[str(j)] for j in bad_losses & set(bad) if j in self._pipe.heads]

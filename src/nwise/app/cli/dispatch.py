@@ -19,9 +19,9 @@ from nwise.app.recipes import RECIPES, recipe
 from nwise.app.training import Run
 from nwise.checkpoint import PARTIAL
 from nwise.checks import hint
+from nwise.runtime.calls import RankError
 from nwise.runtime.launch import launched
-from nwise.runtime.watch import RankError
-from nwise.runtime.world import tell_all
+from nwise.runtime.processes import tell_all
 
 __all__ = ["execute"]
 

@@ -28,7 +28,7 @@ from nwise.app.training.run import numbered, versions
 from nwise.checkpoint import replacing, save_tensors, under
 from nwise.process import use_one_thread
 from nwise.runtime.launch import variable
-from nwise.runtime.world import tell_all
+from nwise.runtime.processes import tell_all
 from nwise.training import NotFiniteError
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")

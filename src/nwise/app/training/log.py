@@ -16,7 +16,6 @@ from nwise.app.records import write_text
 from nwise.app.training.run import Run
 from nwise.pipeline import Pipeline
 from nwise.runtime.processes import Processes
-from nwise.runtime.world import World
 from nwise.schedule import Action, Kind
 
 _KEPT = 8  # number of columns on their way before a rank waits for the oldest
@@ -114,7 +113,6 @@ class TimelineRecorder:
     def save(self, run: Run | None) -> None:
         """Gather the actions of all processes, which call this together, into a file of the run that `load` reads."""
         processes = self._pipe.processes
-        assert isinstance(processes, World)
         offset = _clock_offset(processes)
         mine = [
             [a.kind.value, a.stage, a.microbatch, a.message, a.minibatch, step, begin + offset, end + offset, a.age]
@@ -128,24 +126,24 @@ class TimelineRecorder:
             run.attempt(path, lambda: write_text(path, text))
 
 
-def _clock_offset(world: World) -> float:
+def _clock_offset(processes: Processes) -> float:
     """Return the seconds to add to this process's clock to get rank 0's, from the quickest of several round trips."""
     # The reply has rank 0's time, which counts as the time halfway between send and receive. The quickest round trip
     # leaves the least room for an error:
     #
     #     this rank   sent -----------------------> back
     #     rank 0            \---> its time ---/             offset = its time - (sent + back) / 2
-    control, best = world.control, (float("inf"), 0.0)
+    control, best = processes.control, (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):
             message = torch.zeros(1, dtype=torch.float64)
-            if world.rank == rank:
+            if processes.rank == rank:
                 sent = time.perf_counter()
                 dist.send(message, 0, group=control)
                 dist.recv(message, 0, group=control)
                 back = time.perf_counter()
                 best = min(best, (back - sent, float(message) - (sent + back) / 2))
-            elif world.rank == 0:
+            elif processes.rank == 0:
                 dist.recv(message, rank, group=control)
                 message[0] = time.perf_counter()
                 dist.send(message, rank, group=control)
