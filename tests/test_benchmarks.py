@@ -65,7 +65,7 @@ def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: 
 def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     """An action begins when its message is due; what it sends is due a latency after its end, and its values are real."""
     module = nn.Linear(2, 2)
-    stage = Stage(1, module, None, nn.functional.mse_loss, recompute=False)
+    stage = Stage(1, module, None, nn.functional.mse_loss)
     stage.survey(module, None)
     costs = Costs(forward=2.0, head=1.0, input_grad=3.0, weight_grad=1.0)
     device, slot, latency = Device(0.004), 0.004, 0.02

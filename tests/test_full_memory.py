@@ -33,6 +33,7 @@ from nwise.schedule.ages import strategy_ages
 from nwise.schedule.find import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
+from nwise.schedule.recompute import recomputing
 from nwise.strategies import strategy as parse
 
 LIMIT = 76 * 2**30
@@ -85,7 +86,7 @@ def peaks(recipe: Recipe, placement: tuple[int, ...], order: str) -> tuple[float
     flows = method_flows(recipe.strategy, model.num_stages, m)
     costs = stage_costs(network, starts, [turn[0] for turn in flows])
     schedule = choose(order, flows, placement, strategy_ages(parse(recipe.strategy), flows))
-    return peak_bytes(schedule.with_costs(costs), recompute=recipe.recompute)
+    return peak_bytes((recomputing(schedule) if recipe.recompute else schedule).with_costs(costs))
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in LARGE], ids=lambda cell: cell.name)

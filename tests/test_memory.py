@@ -21,6 +21,7 @@ from nwise.schedule.ages import strategy_ages
 from nwise.schedule.find import method_flows
 from nwise.schedule.memory import fixed_bytes, peak_bytes
 from nwise.schedule.named import choose
+from nwise.schedule.recompute import recomputing
 from nwise.schedule.schedule import Schedule
 from nwise.strategies import strategy as parse
 
@@ -75,7 +76,7 @@ def test_on_meta_the_results_of_operators_are_counted() -> None:
 def test_peak_by_hand(sizes: Costs, recompute: bool, peak: float) -> None:
     flows = method_flows("end-to-end", 2, 1)
     schedule = choose("depth-first", flows, (0, 0))
-    assert peak_bytes(schedule.with_costs(sizes), recompute=recompute) == (peak,)
+    assert peak_bytes((recomputing(schedule) if recompute else schedule).with_costs(sizes)) == (peak,)
 
 
 @pytest.mark.parametrize(("credit", "peak"), [("1,0;1,1", 35), ("-1,0;1,1", 35), ("0,0;1,1", 20), ("0,0;2,1", 25)])
@@ -144,9 +145,8 @@ def test_predicted_peak_is_that_of_a_step(
     measured = allocated(lambda _: pipe.step(x, target=y), CPU).peak
 
     schedule, costs = planned(profiles[network], strategy, m, "depth-first")
-    predicted = (
-        peak_bytes(schedule.with_costs(costs), recompute=recompute)[0] - fixed_bytes(schedule.with_costs(costs))[0]
-    )
+    run = (recomputing(schedule) if recompute else schedule).with_costs(costs)
+    predicted = peak_bytes(run)[0] - fixed_bytes(run)[0]
 
     assert predicted == pytest.approx(measured, rel=0.1)
 

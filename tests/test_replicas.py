@@ -87,7 +87,7 @@ def test_one_sum_begins_after_the_last_gradients_of_a_stage(monkeypatch: pytest.
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         assert dist.group.WORLD is not None
-        stage = Stage(0, net, None, nn.functional.mse_loss, recompute=False)
+        stage = Stage(0, net, None, nn.functional.mse_loss)
         stage.survey(net, None)
         sums = replicas.Replicas(dist.group.WORLD, stage)
         for _ in range(2):

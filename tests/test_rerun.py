@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch.nn.functional import cross_entropy
 
 import nwise
 from nets import Tally
-from nwise.schedule.actions import Action
+from nwise.schedule import Costs, best
+from nwise.schedule.actions import PASSES, Action, Kind
+from nwise.schedule.recompute import recomputing
+from nwise.schedule.validation import validate
 
 
 class Counting(nn.Module):
@@ -110,3 +114,39 @@ def test_recomputation_keeps_no_outputs_without_their_graph(strategy: str) -> No
     pipe.step(torch.randn(6, 5), target=torch.randint(0, 5, (6,)))
     assert kept
     assert not any(kept)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["local", "2-wise", "3-wise-mean", "end-to-end", "end-to-end-delay-1", "rotating-2"]
+)
+@pytest.mark.parametrize("placement", [(0, 0, 0, 0), (0, 1, 1, 0), (0, 1, 2, 3)])
+@pytest.mark.parametrize("m", [1, 3])
+def test_second_forwards_are_tasks_that_clock_and_memory_see(strategy: str, placement: tuple[int, ...], m: int) -> None:
+    costs = Costs(2.0, 1.0, 1.0, 1.0, activation_bytes=100.0)
+    plain = best(strategy, num_stages=4, num_microbatches=m, costs=costs, placement=placement)
+    again = recomputing(plain)
+    validate(again)
+    assert recomputing(again) == again
+    tasks, turns = again.graph.tasks, len(again.flows)
+    for rank, numbers in enumerate(again.by_rank):
+        kinds = [tasks[n].kind for n in numbers]
+        forwards = kinds.count(Kind.RECOMPUTE)
+        assert [n for n in numbers if tasks[n].kind is not Kind.RECOMPUTE] == list(plain.by_rank[rank])
+        assert again.busy[rank] == pytest.approx(plain.busy[rank] + 2.0 * forwards / turns)
+        for n, after in pairwise(numbers):
+            if tasks[n].kind is Kind.RECOMPUTE:
+                assert tasks[after].kind in PASSES
+                assert tasks[after] == tasks[n]._replace(kind=tasks[after].kind), "right before its pass"
+    assert again.period >= plain.period
+    assert max(again.peak_bytes) <= max(plain.peak_bytes)
+
+
+def test_a_pipeline_runs_the_tasks_of_its_list() -> None:
+    stages, heads = [nn.Linear(5, 5) for _ in range(4)], [nn.Linear(5, 5) for _ in range(3)]
+    pipe = nwise.Pipeline(stages, heads, cross_entropy, "3-wise", 2, recompute=True)
+    done: list[Action] = []
+    pipe.on_action = done.append
+    pipe.step(torch.randn(6, 5), target=torch.randint(0, 5, (6,)))
+    assert pipe._chosen is not None
+    assert done == [action for action in pipe._chosen[2].actions[0] if action.kind is not Kind.UPDATE]
+    assert any(action.kind is Kind.RECOMPUTE for action in done)

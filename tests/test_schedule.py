@@ -577,7 +577,11 @@ def test_every_kind_of_action_has_a_row(kind: Kind) -> None:
     assert (kind in (*SENDS, *SENDS.values())) != bool(kind.costs)  # a message, or it takes time
     assert (kind in KIND_COLOURS) == bool(kind.costs)
     assert [other for other in Kind if other.words == kind.words] == [kind]
-    sizes = {"activation_bytes" if kind is Kind.FORWARD else f"{kind.name.lower()}_peak_bytes"} if kind.costs else set()
+    sizes = (
+        {"activation_bytes" if kind in (Kind.FORWARD, Kind.RECOMPUTE) else f"{kind.name.lower()}_peak_bytes"}
+        if kind.costs
+        else set()
+    )
     assert {*kind.costs, *sizes} <= {field.name for field in fields(Costs)}
 
 

@@ -450,7 +450,7 @@ def test_places_without_a_module_are_passed_over() -> None:
     """A block may keep None where another one has a shortcut; its other modules are found, in torch's order."""
     block = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, WIDTH, bias=False))
     block.register_module("shortcut", None)
-    stage = Stage(0, block, None, functional.cross_entropy, recompute=False)
+    stage = Stage(0, block, None, functional.cross_entropy)
     assert stage.survey(block, None) == list(block.modules())
     assert [id(p) for p in stage.learns] == [id(p) for p in block.parameters()]
 

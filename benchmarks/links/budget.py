@@ -98,7 +98,7 @@ def pace(stage: Stage, price: Prices, device: Device, latency: float) -> None:
     #     I of stage k     (gradient, due)  ->  stage k - 1 likewise, when a pass first needs it
     run = stage.run
 
-    def paced(action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True) -> Cotangents:
+    def paced(action: Action, tape: Tape, given: Mapping[Any, Any], *, frees: bool = False) -> Cotangents:
         moments, plain = [0.0], dict(given)
         if action.kind is Kind.FORWARD and stage.index:
             *inputs, due = given[None]
@@ -110,7 +110,7 @@ def pace(stage: Stage, price: Prices, device: Device, latency: float) -> None:
                 plain[p] = (gradient,)
                 moments += [float(due) for due in dues if due is not None]
         slots = price.time(Action(action.kind, stage.index, 0), tape.flow)
-        made = run(action, tape, plain, continued=continued)
+        made = run(action, tape, plain, frees=frees)
         device.work(slots, received=max(moments))
         sends = stage.index + 1 < STAGES if action.kind is Kind.FORWARD else action.message is not None
         return (*made, torch.tensor([device.free + latency], dtype=torch.float64)) if sends else made

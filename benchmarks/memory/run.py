@@ -46,6 +46,7 @@ from nwise.schedule.ages import strategy_ages
 from nwise.schedule.find import method_flows
 from nwise.schedule.memory import peak_bytes
 from nwise.schedule.named import choose
+from nwise.schedule.recompute import recomputing
 from nwise.strategies import strategy as parse
 
 HERE = Path(__file__).parent
@@ -282,7 +283,8 @@ def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], bat
     ranks = (0,) * len(starts)
     rule = parse(cell.strategy)
     schedule = choose(cell.order, flows, ranks, strategy_ages(rule, flows))
-    return peak_bytes(schedule.with_costs(costs), recompute=cell.remedy == "recompute stages")[0] + batch
+    schedule = recomputing(schedule) if cell.remedy == "recompute stages" else schedule
+    return peak_bytes(schedule.with_costs(costs))[0] + batch
 
 
 def cells(microbatches: Sequence[int]) -> Iterator[Cell]:

@@ -98,11 +98,11 @@ class VirtualStage(Stage):
 
     def __init__(self, index: int, price: Prices, device: Device, links: tuple[Link | None, Link | None]) -> None:
         # Its module is the identity, because an output has the shape of the input.
-        super().__init__(index, nn.Identity(), None, nn.functional.mse_loss, recompute=False)
+        super().__init__(index, nn.Identity(), None, nn.functional.mse_loss)
         self._price, self._device, self._links = price, device, links
         self._own: Tensor | None = None
 
-    def run(self, action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True) -> Cotangents:
+    def run(self, action: Action, tape: Tape, given: Mapping[Any, Any], *, frees: bool = False) -> Cotangents:
         """Take the time of an action; make a message as large as the stage's input."""
         flow, due = tape.flow, 0.0
         before, after = self._links

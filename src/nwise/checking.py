@@ -145,8 +145,7 @@ def _compare(received: Received, k: int, found: dict[str, list[str]]) -> None:
         shapes = sorted(list(x.shape) for x in plain.leaves & again.leaves)
         found[findings.OUTSIDE] += [f"one of shape {shape} in stage {k}" for shape in shapes]
         if restless := differences(plain.named(*_OWN), again.named(*_OWN)):
-            forwards = {t for t in received.tasks[k] if received.schedule.graph.tasks[t].kind is Kind.FORWARD}
-            runs_again = received.stages[k].recompute and not forwards <= received.schedule.continued
+            runs_again = any(received.schedule.graph.tasks[t].kind is Kind.RECOMPUTE for t in received.tasks[k])
             found[findings.RERUN if runs_again else findings.PLAIN] += restless
             return
     found[findings.STEP] += apart or twice
@@ -186,7 +185,7 @@ class Twin:
     def __init__(self, received: Received, k: int) -> None:
         own, self._received, self._k = received.stages[k], received, k
         module, head, loss = _copied(own)
-        self._stage = Stage(k, module, head, loss or own.loss_fn, own.recompute)
+        self._stage = Stage(k, module, head, loss or own.loss_fn)
         self._modules, self._buffers = self._stage.survey(module, head), buffers_of(self._stage)
         self._parameters = [
             (p, f"{what}.{k}.{name}", original)
@@ -204,9 +203,9 @@ class Twin:
             for one in work
         }
         for task in self._received.tasks[self._k]:
-            action, continued = schedule.graph.tasks[task], task in schedule.continued
-            made = self._stage.run(action, tapes[m := action.microbatch], given[m], continued=continued)
-            if action.message is not None:
+            action = schedule.graph.tasks[task]
+            made = self._stage.run(action, tapes[m := action.microbatch], given[m], frees=task in schedule.frees)
+            if action.message is not None and action.kind is not Kind.RECOMPUTE:
                 self._send(values, action.message, action.microbatch, made)
         return self._end(values, batch, work)
 

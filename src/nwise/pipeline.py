@@ -125,7 +125,7 @@ class Pipeline(Program):
         self.runner: Callable[[Step], Results] | None = None
         self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._stages = [Stage(k, mains[k], sides[k], losses[k], recompute) for k in range(len(mains))]
+        self._stages = [Stage(k, mains[k], sides[k], losses[k]) for k in range(len(mains))]
         self._terms = make_terms(losses)
         self._begins = True  # whether the next step is the first, or one that a check makes
         self._engine: Engine | None = None

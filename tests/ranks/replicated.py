@@ -150,7 +150,7 @@ def refusals() -> dict[str, str]:
 
     def stage() -> Stage:
         torch.manual_seed(0)
-        made = Stage(0, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), None, cross_entropy, False)
+        made = Stage(0, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), None, cross_entropy)
         made.survey(made.module, None)
         return made
 

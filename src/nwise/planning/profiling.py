@@ -178,7 +178,7 @@ def numbers_to_try(microbatches: Any, size: int | None = None, modules: Iterable
 def _action_overhead() -> float:
     """Measure the seconds that nwise itself needs for a forward or a backward, on a stage that computes next to nothing."""
     layer = nn.Linear(1, 1)
-    stage = Stage(0, layer, None, nn.functional.mse_loss, recompute=False)
+    stage = Stage(0, layer, None, nn.functional.mse_loss)
     stage.survey(layer, None)
     x = torch.zeros(1, 1)
     batch = Batch([(x,)], [(x,)], [[0.0]])

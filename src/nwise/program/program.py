@@ -179,12 +179,16 @@ class Program(nn.Module):
         else:
             self._check_heads()
             schedule = choose(*key, *self._prices)
+            if self._recompute:
+                from nwise.schedule.recompute import recomputing  # most pipelines keep their graphs
+
+                schedule = recomputing(schedule)
             if self._shared is not None and schedule.late_stages:
                 raise ValueError(
                     f"Every parameter should belong to one stage or head under a delay. Found {self._shared[0]} again as "
                     f"{self._shared[1]}; use separate heads, as `nwise.heads.copied` makes."
                 )
-            if self._recompute and schedule.late_stages and not schedule.ages.stashes:
+            if schedule.recomputed and schedule.late_stages and not schedule.ages.stashes:
                 raise ValueError(
                     f"Stage {min(schedule.late_stages)} should keep its activations under Hogwild with the weights in memory, "
                     "because a second forward would have later weights. Found `recompute=True`; leave it out, or use "

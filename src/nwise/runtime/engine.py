@@ -241,7 +241,7 @@ class Engine:
             tape = minibatch.tapes[k][m]
             if received is not None:
                 received.note(task, number, tape, given)
-            result = stages[k].run(action, tape, given, continued=task in schedule.continued)
+            result = stages[k].run(action, tape, given, frees=task in schedule.frees)
             if not tape.passes_left and not tape.head_left:
                 del minibatch.tapes[k][m]  # its tensors can go
             if task in completes:

@@ -359,8 +359,9 @@ class Processes:
     # The end ----------------------------------------------------------------------------------------
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Run an action in `close`, once all ranks are there."""
-        self._on_close.append(action)
+        """Run an action in `close`, once all ranks are there; never with one process."""
+        if self.size > 1:  # else the action would hold its owner, which holds the processes
+            self._on_close.append(action)
 
     def close(self) -> None:
         """End the exchange after the last step; all ranks call it together."""

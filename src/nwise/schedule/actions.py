@@ -21,6 +21,7 @@ class Kind(Enum):
     """
 
     FORWARD = "F", "forward", ("forward", "overhead"), 2
+    RECOMPUTE = "R", "forward again", ("forward", "overhead"), 0  # never chosen: it comes with its pass
     HEAD = "H", "head", ("head",), 0
     INPUT_GRAD = "I", "input gradient", ("input_grad", "overhead"), 1
     WEIGHT_GRAD = "W", "weight gradient", ("weight_grad", "overhead"), 3  # it only fills gaps
@@ -51,8 +52,8 @@ class Action(NamedTuple):
         kind: kind of the action.
         stage: index of the stage.
         microbatch: index of the micro-batch; 0 for an update.
-        message: index of the message that an I or B produces, or that a gradient's send or receive carries; None
-            for other actions (default).
+        message: index of the message that an I or B produces, or that a gradient's send or receive carries; that of the pass
+            that follows an R; None for other actions (default).
         minibatch: index of the mini-batch in a rotating strategy's cycle; 0 for other strategies (default).
         age: age of the action's mini-batch, in mini-batches: an action of age a in call s of `Pipeline.step` works on
             mini-batch s - a. Default: 0.

@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import Literal
 
 from nwise.flow import Flow, Flows, StageFlow, counted
-from nwise.schedule.actions import INPUT_GRADS, WEIGHT_GRADS, Action
+from nwise.schedule.actions import INPUT_GRADS, WEIGHT_GRADS, Action, Kind
 from nwise.strategies import Hogwild, Strategy
 
 __all__ = ["Ages", "greedy_ages", "message_ages", "staleness", "strategy_ages"]
@@ -204,8 +204,8 @@ class Ages:
         return 0
 
     def hold_in(self, tasks: Iterable[Action]) -> bool:
-        """Tell whether all computations have these ages."""
-        return all(self.of(task) == task.age for task in tasks)
+        """Tell whether all computations have these ages; a second forward has that of the pass that it precedes."""
+        return all(self.of(task) == task.age for task in tasks if task.kind is not Kind.RECOMPUTE)
 
 
 def message_ages(flows: Flows, weights: tuple[int, ...] = (), when: When = "late") -> Ages:

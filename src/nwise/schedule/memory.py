@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from nwise.schedule.actions import PASSES, WEIGHT_GRADS, Kind
+from nwise.schedule.actions import INPUT_GRADS, PASSES, WEIGHT_GRADS, Kind
 from nwise.schedule.schedule import Schedule
 
 __all__ = ["fixed_bytes", "peak_bytes"]
@@ -30,30 +30,30 @@ _Span = tuple[int, int, int, float]
 _NAMES = ("activation", "output", "cotangent", "gradient", "head_gradient")
 
 
-def peak_bytes(schedule: Schedule, *, recompute: bool = False) -> tuple[float, ...]:
+def peak_bytes(schedule: Schedule) -> tuple[float, ...]:
     """Return the peak memory of every rank in the steady state.
 
     Args:
         schedule: the schedule, whose costs have the sizes.
-        recompute: whether a stage keeps only its input while its rank works on anything else, and runs its forward once more
-            before its next pass, under a delay with the parameters of then.
     """
     size, costs = schedule.num_stages, schedule.costs
     kept, output, scratch = (costs.per_stage(f"{name}_bytes", size) for name in ("activation", "output", "scratch"))
     # The peak of every kind of action, by stage, beyond the memory in use before.
     forward = tuple(map(sum, zip(kept, output, scratch, strict=True)))
     extra = {
-        kind: forward if kind is Kind.FORWARD else costs.per_stage(f"{kind.name.lower()}_peak_bytes", size)
+        kind: forward
+        if kind in (Kind.FORWARD, Kind.RECOMPUTE)
+        else costs.per_stage(f"{kind.name.lower()}_peak_bytes", size)
         for kind in Kind
         if kind.costs
     }
     peaks = []
     for numbers, live in zip(schedule.by_rank, fixed_bytes(schedule), strict=True):
-        work = _Work(schedule, numbers, recompute)
+        work = _Work(schedule, numbers)
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
         begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
-        reruns = {first for spans in work.graphs.values() for first, _ in spans if work.actions[first].kind in PASSES}
+        graphs = {first for spans in work.graphs.values() for first, _ in spans}
         # In the steady state, a span that ends n cycles later is live n times when the list begins.
         for first, last, cycles, num_bytes in work.spans():
             live += num_bytes * cycles
@@ -63,13 +63,11 @@ def peak_bytes(schedule: Schedule, *, recompute: bool = False) -> tuple[float, .
         for i, (task, action) in enumerate(zip(numbers, work.actions, strict=True)):
             k = action.stage
             peak = update if action.kind is Kind.UPDATE else extra[action.kind][k]
-            if recompute and action.kind is Kind.FORWARD and task not in schedule.continued:
+            if action.kind is Kind.FORWARD and i not in graphs:
                 peak -= kept[k]  # freed piece by piece
             cotangent = schedule.graph.stage(task).cotangent(action.message) if action.kind in PASSES else None
             if cotangent is not None and (cotangent.is_new or cotangent.shared):
                 peak += output[k]
-            if i in reruns:
-                peak = max(forward[k], kept[k] + output[k] + peak)
             most = max(most, live + peak)
             live += begins[i]
             most = max(most, live)
@@ -97,7 +95,7 @@ def fixed_bytes(schedule: Schedule) -> tuple[float, ...]:
 class _Work:
     """The tasks of a rank in a cycle, and what they keep in memory."""
 
-    def __init__(self, schedule: Schedule, numbers: Sequence[int], recompute: bool) -> None:
+    def __init__(self, schedule: Schedule, numbers: Sequence[int]) -> None:
         graph = schedule.graph
         self._schedule, self._numbers = schedule, numbers
         self.actions = [graph.tasks[task] for task in numbers]
@@ -108,25 +106,17 @@ class _Work:
             a = self.actions[i]
             if a.kind is not Kind.UPDATE:
                 self._places.setdefault((a.stage, a.microbatch, a.minibatch), []).append(i)
-        self.graphs = {key: self._graphs(places, recompute=recompute) for key, places in self._places.items()}
+        self.graphs = {key: self._graphs(places) for key, places in self._places.items()}
 
-    def _graphs(self, places: Sequence[int], *, recompute: bool) -> list[tuple[int, int]]:
-        """Return the spans in which a micro-batch of a stage has its graph: the places of its first and last task.
-
-        With `recompute` a graph is made again whenever the rank has done other work.
-        """
-        spans, begun, kept, graph = [], None, False, self._schedule.graph
-        for i in places if any(self.actions[i].kind in PASSES for i in places) else ():
-            action, task = self.actions[i], self._numbers[i]
-            continued = task in self._schedule.continued if recompute else i != places[-1]
-            if begun is None and (action.kind in PASSES or continued):
+    def _graphs(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the spans in which a micro-batch of a stage has its graph: the places of its first and last task."""
+        spans, begun = [], None
+        last = next((i for i in reversed(places) if self.actions[i].kind in PASSES), None)
+        for i in places if last is not None else ():
+            frees = self._numbers[i] in self._schedule.frees
+            if self.actions[i].kind in (Kind.FORWARD, Kind.RECOMPUTE) and not frees:
                 begun = i
-            # A kept cotangent keeps the graph until its W.
-            if action.kind is Kind.WEIGHT_GRAD:
-                kept = False
-            elif action.kind is Kind.INPUT_GRAD and action.message == graph.stage(task).fused:
-                kept = True
-            if begun is not None and not kept and not continued:
+            elif begun is not None and (frees or i == last):
                 spans.append((begun, i))
                 begun = None
         return spans
@@ -152,7 +142,7 @@ class _Work:
             uses = [i for i in places if actions[i].kind is Kind.HEAD]
             for begin, end in self.graphs[k, m, minibatch]:
                 yield span(begin, end, activation[k])
-                if actions[begin].kind in PASSES:
+                if actions[begin].kind is Kind.RECOMPUTE:
                     yield span(begin, end, output[k])
                 else:
                     uses.append(end)
@@ -171,7 +161,7 @@ class _Work:
                     made = {need.task for need in needs}
                     passes = (j for j in places if actions[j].kind is Kind.INPUT_GRAD and self._numbers[j] in made)
                     yield from (span(j, i, cotangent[k]) for j in passes)
-            messages = [i for i in above if actions[i].message is not None]
+            messages = [i for i in above if actions[i].kind in INPUT_GRADS]
             yield from (span(i, readers[self._numbers[i]], output[k]) for i in messages)
         # The first task of a call that makes gradients of a stage or a head, until their update.
         updates = {(a.stage, a.minibatch): i for i, a in enumerate(actions) if a.kind is Kind.UPDATE}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from nwise.checks import hint, warn
 from nwise.flow import Flows
 from nwise.schedule import orders
+from nwise.schedule.actions import Kind
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.costs import TYPICAL, Costs
 from nwise.schedule.graph import task_graph
@@ -189,6 +190,9 @@ def one_process(schedule: Schedule) -> Schedule:
     Raises:
         Deadlock: no order does.
     """
-    graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, schedule.graph.tasks)
-    lists = tuple((tuple(merge(graph, lists)),) for lists in schedule.lists)
+    # Without second forwards, whose places depend on the other work of a rank.
+    tasks = [a for a in schedule.graph.tasks if a.kind is not Kind.RECOMPUTE]
+    graph = task_graph(schedule.flows, (0,) * schedule.num_stages, schedule.ages, tasks)
+    calls = [[[n for n in rank if n < len(tasks)] for rank in call] for call in schedule.lists]
+    lists = tuple((tuple(merge(graph, call)),) for call in calls)
     return Schedule(schedule.order, graph, lists, schedule.costs)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 from nwise.flow import Flows
 from nwise.schedule.actions import PASSES, Action, Kind, transfer
@@ -126,6 +126,30 @@ class Schedule:
                 last = max((i for i, task in enumerate(together) if tasks[task].kind in PASSES), default=0)
                 result.update(together[:last])
         return frozenset(result)
+
+    @cached_property
+    def microbatches(self) -> dict[tuple[int, int, int], list[int]]:
+        """The computations of every stage and micro-batch in the order of time, by (stage, micro-batch, mini-batch)."""
+        tasks, late = self.graph.tasks, self.graph.late
+        found: dict[tuple[int, int, int], list[int]] = {}
+        for task in sorted(self.place, key=lambda task: (late[task], self.place[task])):
+            if tasks[task].kind is not Kind.UPDATE:
+                found.setdefault(_microbatch(tasks[task]), []).append(task)
+        return found
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int, int]]:
+        """The (stage, micro-batch, mini-batch) whose forwards run again (`nwise.schedule.recompute`)."""
+        return frozenset(_microbatch(a) for a in self.graph.tasks if a.kind is Kind.RECOMPUTE)
+
+    @cached_property
+    def frees(self) -> frozenset[int]:
+        """The forwards and passes after which a stage lets its graph go, because a second forward makes it again."""
+        tasks, found = self.graph.tasks, set[int]()
+        for key in self.recomputed:
+            work = [n for n in self.microbatches[key] if tasks[n].kind is not Kind.HEAD]
+            found.update(one for one, after in pairwise(work) if tasks[after].kind is Kind.RECOMPUTE)
+        return frozenset(found)
 
     @cached_property
     def place(self) -> dict[int, int]:

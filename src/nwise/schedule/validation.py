@@ -80,7 +80,8 @@ def buffers(schedule: Schedule) -> list[Buffer]:
 def _check_ages(graph: TaskGraph) -> None:
     """Raise ValueError for a task that is younger than a result that it needs, or of another age than its stage's."""
     for action, needs in zip(graph.tasks, graph.needs, strict=True):
-        right = action.age >= 0 if action.kind is Kind.INPUT_GRAD else action.age == graph.ages.of(action)
+        free = action.kind in (Kind.INPUT_GRAD, Kind.RECOMPUTE)
+        right = action.age >= 0 if free else action.age == graph.ages.of(action)
         if not right or any(need.calls < 0 for need in needs):
             raise ValueError(
                 "Weight gradients should have their stage's age, forwards and heads age 0, and no result should be older than "

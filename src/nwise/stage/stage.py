@@ -1,6 +1,7 @@
 """A stage at work: a part of the main network with its head, and the passes that run on each micro-batch.
 
     F  forward, keeping the tensors that the passes need
+    R  forward again, for a graph that was let go
     H  head: forward, loss, backward to the head's parameters and to the stage's own cotangent ``d``
     I  gradient of one message to the stage's input only
     W  gradient of the summed cotangent to the stage's parameters only
@@ -58,19 +59,14 @@ class Stage:
         module: the part of the main network.
         head: the auxiliary network; None for the last stage, whose output goes to the loss.
         loss_fn: ``loss_fn(head_output, target)``, the mean over the micro-batch.
-        recompute: whether to keep only the input of F while the stage's rank works on anything else, and run F once more before
-            the next pass (activation checkpointing).
     """
 
-    def __init__(
-        self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn, recompute: bool = False
-    ) -> None:
+    def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn) -> None:
         self.index, self._name, self._output = index, f"Stage {index}", f"The output of stage {index}"
         self._head_name = f"The head or loss of stage {index}"
         self.module = module
         self.head = head
         self.loss_fn = loss_fn
-        self.recompute = recompute
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
         self._present = Weights(())
@@ -102,7 +98,8 @@ class Stage:
         """
         k, late = self.index, self.index in schedule.late_stages
         copies = late and schedule.ages.stashes
-        if (copies or self.recompute) and self._scripted:
+        recomputed = [(k, m, minibatch) in schedule.recomputed for m in range(schedule.num_microbatches)]
+        if (copies or any(recomputed)) and self._scripted:
             raise ValueError(
                 f"{self._name} should not be TorchScript when it runs with replaced parameters or buffers, as under a delay or "
                 "with `recompute`. Found a scripted module; pass the original module."
@@ -111,11 +108,9 @@ class Stage:
         if late:
             weights = (Copies if copies else InMemory)(self.learns, self.module, self._name)
         passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
-        return {m: Tape(flow.stages[k], batch, m, passes[k, m], weights) for m, flow in enumerate(flows)}
+        return {m: Tape(flow.stages[k], batch, m, passes[k, m], weights, recomputed[m]) for m, flow in enumerate(flows)}
 
-    def run(
-        self, action: Action, tape: Tape, given: Mapping[Any, Any], *, continued: bool = True
-    ) -> Tensors | Cotangents:
+    def run(self, action: Action, tape: Tape, given: Mapping[Any, Any], *, frees: bool = False) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F and the message of I or B. What H and W return is not used.
 
         The last pass of a micro-batch frees its graph.
@@ -124,20 +119,19 @@ class Stage:
             action: the action.
             tape: its micro-batch.
             given: the inputs of F, under None; the gradients from the next stage that a pass reads, by message.
-            continued: whether the stage's next pass on this micro-batch follows before any other work of the rank
-                (`Schedule.continued`). Default: True.
+            frees: whether the graph goes after it, because an R makes it again (`Schedule.frees`). Default: False.
         """
         try:
             if action.kind is Kind.FORWARD:
-                return self._forward(tape, given[None], continued)
+                return self._forward(tape, given[None], frees)
             if action.kind is Kind.HEAD:
                 self._run_head(tape)
                 return ()
-            if action.kind not in PASSES:
-                raise ValueError(f"A stage should run F, H, I, W or B. Found {action}.")
-            # With `recompute` the graph is also freed when the rank turns to other work, and another forward makes it again.
-            if not tape.tracked:
+            if action.kind is Kind.RECOMPUTE:
                 self._rerun(tape)
+                return ()
+            if action.kind not in PASSES:
+                raise ValueError(f"A stage should run F, R, H, I, W or B. Found {action}.")
             tape.passes_left -= 1
             again = tape.passes_left > 0
             self._walk_back(tape, action.kind, action.message, given, again)
@@ -148,7 +142,7 @@ class Stage:
                 tape.weights.hand_over()
             if again:
                 gradients = tape.apart(gradients, given)
-                if tape.first is not None and not continued and tape.kept is None:
+                if frees:
                     tape.outputs = each(tape.outputs, _detach) if tape.head_left else ()
                     tape.tracked = False
             return gradients
@@ -159,12 +153,12 @@ class Stage:
         finally:
             PRESENT.share = 1.0
 
-    def _forward(self, tape: Tape, inputs: Tensors, continued: bool) -> Tensors:
+    def _forward(self, tape: Tape, inputs: Tensors, frees: bool) -> Tensors:
         """Run F; return the outputs, detached."""
-        if tape.passes_left and self.recompute:
+        if tape.recomputed:
             tape.first = FirstRun(self.module)
         tape.inputs = as_leaves(inputs, tracked=bool(tape.flow.messages))
-        tape.tracked = tape.passes_left > 0 and (continued or not self.recompute)
+        tape.tracked = tape.passes_left > 0 and not frees
         outputs = self._outputs(tape)
         tape.head_left = tape.flow.head
         if tape.tracked or tape.head_left:
@@ -172,7 +166,7 @@ class Stage:
         return tuple(map(_detach, outputs)) if type(outputs) is tuple else each(outputs, _detach)
 
     def _rerun(self, tape: Tape) -> None:
-        """Run F once more, for its graph."""
+        """Run R: the forward once more, for its graph."""
         assert tape.first is not None
         tape.tracked = True
         # New leaves, because hooks that the first run put on its inputs are put on again.

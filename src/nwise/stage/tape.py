@@ -33,9 +33,10 @@ class Tape:
         microbatch: index of the micro-batch.
         passes_left: number of backward passes that will follow; the last one frees the graph.
         weights: the parameters of its forward and passes.
+        recomputed: whether its forward runs again; default: False.
         inputs: inputs of the forward, which are leaves of its graph.
         outputs: outputs of the forward.
-        first: the state of the first forward, with `recompute`; otherwise None.
+        first: the state of the first forward, if it runs again; otherwise None.
         tracked: whether `outputs` have a graph.
         head_left: whether the head is still to run.
         own: gradient of the stage's own loss to its outputs.
@@ -47,6 +48,7 @@ class Tape:
     microbatch: int
     passes_left: int
     weights: Weights
+    recomputed: bool = False
     inputs: Tensors = ()
     outputs: Tensors = ()
     first: FirstRun | None = None

@@ -24,6 +24,7 @@ __all__ = ["KIND_COLOURS", "Picture", "legend", "row_names", "schedule_figure", 
 
 KIND_COLOURS = {
     Kind.FORWARD: COLOURS[5],
+    Kind.RECOMPUTE: "#bcdff4",
     Kind.HEAD: "#bbbbbb",
     Kind.INPUT_GRAD: COLOURS[4],
     Kind.WEIGHT_GRAD: COLOURS[2],
