@@ -7,17 +7,20 @@ import inspect
 import json
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import nwise
+from benchmarks.house.__main__ import count, lines_of_code
 from benchmarks.step_cost.parts import PARTS
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +64,37 @@ RANKS = [
     ["__main__"],
 ]
 RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+
+
+# What a step needs, on torch, numpy and pyzmq alone. Everything else of the library is an add-on, which uses the core's names.
+ADD_ONS = {
+    "app",
+    "capturing",
+    "certainty",
+    "checkpoint",
+    "compression",
+    "exits",
+    "heads",
+    "network",
+    "planning",
+    "training",
+}
+ADD_ONS |= {"progress", "__main__", "__init__"}
+# Lines of code, without blanks, comments and docstrings. The numbers only go down; those of another folder may pay for one.
+BUDGETS = {
+    "strategies": 342,
+    "schedule": 2_001,
+    "stage": 510,
+    "runtime": 1_899,
+    "program": 461,
+    "capturing": 302,
+    "checkpoint": 1_025,
+    "network": 970,
+    "planning": 1_555,
+    "training": 496,
+    "app": 4_629,
+}
+CORE_BUDGET, LIBRARY_BUDGET, IMPORT_BUDGET = 7_163, 12_030, (57, 8_840)
 
 
 def part(file: Path) -> str:
@@ -162,6 +196,45 @@ def test_no_submodule_hides_a_function() -> None:
         module = import_module(module_name)
         hidden = [name for name in names if inspect.ismodule(getattr(module, name))]
         assert set(hidden) <= {"heads", "losses"}, module_name
+
+
+def test_the_core_imports_no_add_on() -> None:
+    """Also in no function: what a step needs can be read without the rest."""
+    core = [file for file in FILES if part(file) not in ADD_ONS]
+    assert len(core) > 50
+    offenders = []
+    for file in core:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nwise"):
+                names = (node.module or "").split(".")[1:2] or [alias.name for alias in node.names]
+                offenders += [(file.name, name) for name in names if name in ADD_ONS]
+    assert not offenders
+
+
+def test_lines_of_code_stay_within_their_budgets() -> None:
+    found: Any = count(ROOT)
+    sizes = {name: found[f"code in {name}"] for name in BUDGETS if name != "app"}
+    sizes["app"] = lines_of_code(file for file in FILES if part(file) == "app")
+    assert {name: size for name, size in sizes.items() if size > BUDGETS[name]} == {}
+    assert lines_of_code(file for file in FILES if part(file) not in ADD_ONS) <= CORE_BUDGET
+    assert lines_of_code(file for file in FILES if part(file) not in ("app", "__main__")) <= LIBRARY_BUDGET
+    loaded = found["import nwise.pipeline: files"], found["import nwise.pipeline: lines"]
+    assert all(a <= b for a, b in zip(loaded, IMPORT_BUDGET, strict=True)), loaded
+    assert found["warm step: calls"] <= 300
+
+
+_CALLABLE = """
+import importlib, pkgutil, nwise
+for found in pkgutil.walk_packages(nwise.__path__, "nwise."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+print([name for name in nwise.__all__ if not callable(getattr(nwise, name)) and name not in ("heads", "losses")])
+"""
+
+
+def test_functions_stay_functions_whatever_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", _CALLABLE], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_every_module_has_an_import_rank() -> None:

@@ -548,8 +548,9 @@ def test_records_that_arrive_late_have_the_ages_of_their_step(monkeypatch: pytes
 
     pipe = three("local")
     monkeypatch.setattr(log, "AsyncGather", Slow)
-    monkeypatch.setattr(type(pipe.processes), "size", 2)
-    records = log.StepLog(pipe)
+    with monkeypatch.context() as several:
+        several.setattr(type(pipe.processes), "size", 2)
+        records = log.StepLog(pipe)
     for step in range(1, 5):
         pipe.strategy = "local" if step <= 2 else "hogwild"
         records.put(step, pipe.step(X, target=Y), 0.1, 0.0)

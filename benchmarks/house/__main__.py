@@ -98,16 +98,16 @@ def count(root: Path) -> dict[str, object]:
         "library: lines": _lines(library),
         "application: files": len(application),
         "application: lines": _lines(application),
-        "application: lines of code": _code(application),
+        "application: lines of code": lines_of_code(application),
         "tests: files": len(list((root / "tests").rglob("*.py"))),
         "tests: lines": _lines((root / "tests").rglob("*.py")),
-        "tests: lines of code": _code((root / "tests").rglob("*.py")),
-        "experiments: lines of code": _code((root / "experiments").rglob("*.py")),
-        "benchmarks: lines of code": _code((root / "benchmarks").rglob("*.py")),
+        "tests: lines of code": lines_of_code((root / "tests").rglob("*.py")),
+        "experiments: lines of code": lines_of_code((root / "experiments").rglob("*.py")),
+        "benchmarks: lines of code": lines_of_code((root / "benchmarks").rglob("*.py")),
         "schedule, runtime and stage: lines": _lines(core),
         "library: comment lines, percent": round(100 * sum(line.startswith("#") for line in lines) / len(lines), 1),
-        "library: lines of code": _code(library),
-        **{f"code in {folder}": _code(inside) for folder, inside in sorted(folders.items())},
+        "library: lines of code": lines_of_code(library),
+        **{f"code in {folder}": lines_of_code(inside) for folder, inside in sorted(folders.items())},
         "import nwise.pipeline: files": len(loaded),
         "import nwise.pipeline: lines": _lines(loaded),
         **{f"warm step: {name}": value for name, value in step.items()},
@@ -124,7 +124,7 @@ def _lines(files: Iterable[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
 
 
-def _code(files: Iterable[Path]) -> int:
+def lines_of_code(files: Iterable[Path]) -> int:
     """Return the number of lines that are neither blank nor a comment nor in a docstring."""
     total = 0
     for text in (file.read_text() for file in files):

@@ -357,7 +357,6 @@ class Pipeline(Program):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
-        arguments.refuse_emptied((*self.stages, *self.heads.values()), fn)
         before = [(p.device, p.dtype) for p in self.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before != [(p.device, p.dtype) for p in self.parameters()]:

@@ -202,14 +202,6 @@ def _refuse_lazy(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def refuse_emptied(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse to let buffers come out of a function such as that of `to_empty` with meaningless values; chains see to theirs."""
-    from nwise.network.chain import Chain, emptied_buffers, refuse_buffers
-
-    for module in modules:
-        refuse_buffers(() if isinstance(module, Chain) else emptied_buffers(module, fn))
-
-
 class Sharing:
     """Finds a parameter in two places that would give it two credits.
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,6 @@ from nwise.runtime.compression import Compression, Wire
 from nwise.runtime.due import DueGradients, Gradients, copied
 from nwise.runtime.mailbox import Minibatch, Tell
 from nwise.runtime.processes import Processes
-from nwise.runtime.received import Received
 from nwise.runtime.structure import restored_on_error
 from nwise.runtime.work import RankWork, work_of
 from nwise.schedule.actions import Action, Kind
@@ -37,6 +36,9 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import gradients_aside
 from nwise.stage.stage import Stage, learning
 from nwise.tensors import Tensors, each
+
+if TYPE_CHECKING:
+    from nwise.runtime.received import Received
 
 __all__ = ["Engine"]
 

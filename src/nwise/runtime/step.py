@@ -10,7 +10,6 @@ import torch
 from nwise.microbatch import Parts, Results
 from nwise.randomness import Draws, preserved
 from nwise.runtime.engine import Engine
-from nwise.runtime.received import Received
 from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
@@ -55,6 +54,8 @@ class Step:
         with restored, preserved(engine.device):
             engine.follow(self.schedule, self.number)
             if self.judge is not None and engine.received is None:
+                from nwise.runtime.received import Received  # only the first step is compared
+
                 engine.received = Received(engine.stages, self.schedule, self.number, self.parts)
             engine.run(self.schedule, self.number, batch, self.on_action)
             if self.judge is not None:

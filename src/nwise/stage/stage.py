@@ -98,8 +98,7 @@ class Stage:
         """
         k, late = self.index, self.index in schedule.late_stages
         copies = late and schedule.ages.stashes
-        recomputed = [(k, m, minibatch) in schedule.recomputed for m in range(schedule.num_microbatches)]
-        if (copies or any(recomputed)) and self._scripted:
+        if self._scripted and (copies or schedule.recomputed):
             raise ValueError(
                 f"{self._name} should not be TorchScript when it runs with replaced parameters or buffers, as under a delay or "
                 "with `recompute`. Found a scripted module; pass the original module."
@@ -107,8 +106,11 @@ class Stage:
         weights = self._present
         if late:
             weights = (Copies if copies else InMemory)(self.learns, self.module, self._name)
-        passes, flows = schedule.passes[minibatch], schedule.flows[minibatch]
-        return {m: Tape(flow.stages[k], batch, m, passes[k, m], weights, recomputed[m]) for m, flow in enumerate(flows)}
+        passes, flows, again = schedule.passes[minibatch], schedule.flows[minibatch], schedule.recomputed
+        return {
+            m: Tape(flow.stages[k], batch, m, passes[k, m], weights, (k, m, minibatch) in again)
+            for m, flow in enumerate(flows)
+        }
 
     def run(self, action: Action, tape: Tape, given: Mapping[Any, Any], *, frees: bool = False) -> Tensors | Cotangents:
         """Run a computation; return the outputs of F and the message of I or B. What H and W return is not used.
