@@ -84,7 +84,7 @@ ADD_ONS |= {"progress", "__main__", "__init__"}
 BUDGETS = {
     "strategies": 342,
     "schedule": 2_001,
-    "stage": 510,
+    "stage": 512,
     "runtime": 1_899,
     "program": 461,
     "capturing": 302,
