@@ -18,7 +18,7 @@ import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints
 from nwise.compression import TopK, named
-from nwise.runtime.compression import Cast, Compression, Wire, fingerprint, parse_compression
+from nwise.runtime.compression import Cast, Codec, Compression, fingerprint, parse_compression
 from nwise.runtime.shapes import Spec, make_spec, make_specs
 
 NAMES = ("bf16", "int8", "top-30%")
@@ -136,7 +136,7 @@ def test_gradients_follow_the_definition(name: str, strategy: str) -> None:
 def test_parts_have_their_specs_and_tensors_theirs(name: str, shape: list[int], dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     rule, spec = rule_of(name), Spec(tuple(shape), dtype)
-    wire = Wire(rule)
+    wire = Codec(rule)
     tensor = (100 * torch.randn(shape)).to(dtype)
     parts = wire.compress("here", [tensor])
     assert make_specs(parts) == (rule.specs(spec) if rule is not None and dtype.is_floating_point else (spec,))
@@ -155,7 +155,7 @@ def test_bytes_by_hand() -> None:
     """[8, 100] of float32 take 3,200 bytes; int8 a byte a value and a float a sample; the largest 5 %: 40 pairs of 8 bytes."""
     spec = Spec((8, 100), torch.float32)
     sizes = {
-        name: sum(part.nbytes for part in Wire(rule_of(name)).compress(None, [torch.randn(spec.shape)]))
+        name: sum(part.nbytes for part in Codec(rule_of(name)).compress(None, [torch.randn(spec.shape)]))
         for name in ("none", "bf16", "int8", "top-5%")
     }
     assert sizes == {"none": 3200, "bf16": 1600, "int8": 832, "top-5%": 320}
@@ -169,7 +169,7 @@ def test_parts_that_differ_from_their_specs_are_refused() -> None:
             return (tensor,)
 
     with pytest.raises(ValueError, match=r"`compress` should return.*Found float32 \[2\] instead of bfloat16 \[2\]"):
-        Wire(Wrong(torch.bfloat16)).compress(None, [torch.ones(2)])
+        Codec(Wrong(torch.bfloat16)).compress(None, [torch.ones(2)])
 
 
 def test_ranks_tell_compressions_apart() -> None:
@@ -226,12 +226,12 @@ def test_errors_belong_to_a_message_of_a_loss() -> None:
 
 
 def test_errors_keep_their_place_beside_a_missing_gradient() -> None:
-    wire = Wire(rule_of("top-50%"))
+    wire = Codec(rule_of("top-50%"))
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([5.0, 4.0])
     assert [t if t is None else t.tolist() for t in wire.through("here", (a, None))] == [[0, 2], None]
     assert [t if t is None else t.tolist() for t in wire.through("here", (None, b))] == [None, [5, 0]]
     # Several processes send nothing for the missing one; its error waits in the same way.
-    other = Wire(rule_of("top-50%"))
+    other = Codec(rule_of("top-50%"))
     other.compress("here", (a, None))
     parts = other.compress("here", (None, b))
     assert [t if t is None else t.tolist() for t in other.restore(parts, [None, make_spec(b)])] == [None, [5, 0]]
@@ -240,7 +240,7 @@ def test_errors_keep_their_place_beside_a_missing_gradient() -> None:
 
 
 def test_extreme_values() -> None:
-    int8, bf16 = Wire(rule_of("int8")), Wire(rule_of("bf16"))
+    int8, bf16 = Codec(rule_of("int8")), Codec(rule_of("bf16"))
     for tensor in (torch.tensor(3.0), torch.tensor([1.0, 2.0]), torch.full((2, 2), 1e300, dtype=torch.float64)):
         [again] = int8.restore(int8.compress(None, [tensor]), [make_spec(tensor)])
         torch.testing.assert_close(again, tensor)
@@ -303,7 +303,7 @@ def test_a_step_that_raises_leaves_the_errors() -> None:
 def test_a_value_that_is_not_a_number_arrives_and_leaves_nothing_behind() -> None:
     bad = torch.tensor([[1.0, math.nan], [3.0, 4.0]])
     for name in NAMES:
-        wire = Wire(rule_of(name))
+        wire = Codec(rule_of(name))
         arrived: Any
         after: Any
         [arrived] = wire.restore(wire.compress("here", [bad]), [make_spec(bad)])

@@ -86,10 +86,10 @@ def test_flow_gives_each_stage_its_credit_column_from_no_other_loss(matrix: Matr
         assert stage.head == matrix[k].any()
         if stage.fused is not None:
             assert stage.messages[stage.fused] == stage.weights
-        last = [message.far for message in flow.stages[k + 1].messages] if k + 1 < num_stages else []
+        last = [message.farthest_loss for message in flow.stages[k + 1].messages] if k + 1 < num_stages else []
         for cotangent in (*stage.messages, *([stage.weights] if stage.weights else [])):
             used = [j for j, weight in zip(last, cotangent.received, strict=True) if weight]
-            assert max(used, default=k) <= cotangent.far
+            assert max(used, default=k) <= cotangent.farthest_loss
 
 
 def far(size: int) -> Matrix:

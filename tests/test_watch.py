@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nwise.runtime.calls import Calls, Doing, RankError
+from nwise.runtime.calls import Calls, RankError, Status
 from nwise.runtime.watch import Watchdog
 from nwise.schedule.actions import Action, Kind
 
@@ -45,7 +45,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.now = 0.0
-        self.doing: list[Doing | None] = [None] * size
+        self.doing: list[Status | None] = [None] * size
         self.store = Store()
         self.calls = [Calls() for _ in range(size)]
         self.watches = [self.watch(rank, size) for rank in range(size)]
@@ -57,7 +57,7 @@ class Ranks:
         return Watchdog(self.store, rank, size, [rank], LIMIT, doing, clock, self.calls[rank])
 
     def begin(self, rank: int, action: Action | None, step: int = 3, *, over: bool = False) -> None:
-        self.doing[rank] = None if action is None else Doing(step, action, self.now, over)
+        self.doing[rank] = None if action is None else Status(step, action, self.now, over)
 
     def tick(self, seconds: int = 1) -> None:
         for _ in range(seconds):

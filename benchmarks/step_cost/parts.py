@@ -28,14 +28,14 @@ from nwise.machine import processor
 PARTS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "random numbers by stage and step": {
-        "nwise.randomness.Draws.run": lambda draws, part, device, function, *others: function(*others)
+        "nwise.randomness.StepSeeds.run": lambda draws, part, device, function, *others: function(*others)
     },
     "restoring after an error": {"nwise.runtime.step.restored_on_error": lambda *_: nullcontext()},
     "changes of modules and parameters between steps": {"nwise.runtime.structure.Structure.is_current": True},
     "changes in place": {
         "nwise.stage.stage.run_unchanged": lambda function, inputs, who, *others: function(inputs, *others),
     },
-    "what others see of this rank": {"nwise.runtime.engine.Doing": lambda *_: None},
+    "what others see of this rank": {"nwise.runtime.engine.Status": lambda *_: None},
 }
 
 

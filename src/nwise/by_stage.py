@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from nwise.tensors import Tensors, call, run_unchanged
+from nwise.tensors import Tensors, invoke, run_unchanged
 
 __all__ = ["HeadDict"]
 
@@ -52,4 +52,4 @@ class HeadDict(nn.ModuleDict):
     def run(self, stage: int, hidden: Tensors) -> Tensor | Tensors | None:
         """Return what the head of a stage makes of the stage's output; None if it has none."""
         head = self.get(stage)
-        return None if head is None else run_unchanged(partial(call, head), hidden, f"The head of stage {stage}")
+        return None if head is None else run_unchanged(partial(invoke, head), hidden, f"The head of stage {stage}")

@@ -33,7 +33,7 @@ from nwise.differences import differences, gap
 from nwise.findings import ContractError, Finding, Report
 from nwise.flow import StageFlow, single_passes
 from nwise.microbatch import Batch
-from nwise.randomness import SeedsAll, kept, preserved, random_states, restore
+from nwise.randomness import SeedsAll, preserved, random_states, restore, restoring
 from nwise.runtime.received import Received, Work, buffers_of, join, joined
 from nwise.runtime.replicas import unlike
 from nwise.schedule.actions import Action, Kind
@@ -83,7 +83,7 @@ def check(pipe: Pipeline, *inputs: Input, optimizer: torch.optim.Optimizer | Non
     modules = [pipe, *(module for loss in pipe.loss_fns for module in modules_of(loss).values())]
     buffers = dict.fromkeys(b for module in modules for b in module.buffers())
     try:
-        with kept(random_states()), kept(values_of(buffers)), gradients_aside(pipe.parameters()):
+        with restoring(random_states()), restoring(values_of(buffers)), gradients_aside(pipe.parameters()):
             report = pipe.checked_step(*inputs, **batch)
     finally:
         pipe.steps = number
@@ -108,7 +108,12 @@ def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: b
     for k in received.stages:
         buffers = buffers_of(received.stages[k])  # a loss that is a function is not copied
         try:
-            with kept(values_of(buffers)), kept(random_states()), preserved(device), warnings.catch_warnings():
+            with (
+                restoring(values_of(buffers)),
+                restoring(random_states()),
+                preserved(device),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")  # the step has shown them
                 with torch.enable_grad():
                     _compare(received, k, found)
@@ -225,7 +230,7 @@ class Twin:
             values.outputs.append(each(tape.outputs, Tensor.detach))
             values.tracked |= any(map(asks, roots))
             if one.flow.head:
-                with kept(values_of(self._buffers)):
+                with restoring(values_of(self._buffers)):
                     roots.append(batch.draws.run(("head", k, m), roots[0].device, stage.loss, tape.outputs, one.target))
                 stage.run(Action(Kind.HEAD, k, m), tape, {})
             ends = {node.variable for node in nodes_of(roots) if hasattr(node, "variable")}

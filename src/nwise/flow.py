@@ -52,14 +52,14 @@ class Cotangent:
     Args:
         own: weight of ``d``, the gradient of the stage's own loss.
         received: weight of each message ``u_p`` received from the next stage.
-        far: index of the farthest loss in the sum; the cotangent cannot exist before that loss does.
+        farthest_loss: index of the farthest loss in the sum; the cotangent cannot exist before that loss does.
         total: sum of the weights of all losses in it; an auxiliary loss inside the stage counts with this weight.
         shared: whether it is a gradient that another pass of the stage reads too.
     """
 
     own: float
     received: tuple[float, ...]
-    far: int
+    farthest_loss: int
     total: float
     shared: bool = False
 
@@ -74,7 +74,7 @@ class Cotangent:
         return tuple(weight != 0.0 for weight in (self.own, *self.received))
 
     @property
-    def is_new(self) -> bool:
+    def is_sum(self) -> bool:
         """Whether the sum is a separate tensor; a single gradient of weight 1 is that gradient."""
         return [weight for weight in (self.own, *self.received) if weight] != [1]
 
@@ -325,7 +325,7 @@ def _marked(cotangent: Cotangent, passes: Sequence[Cotangent]) -> Cotangent:
     """Mark a cotangent that is a single gradient which other passes read too."""
     # A new sum is a tensor of its own, which its pass may use up. `d` or a message may be read by another pass, later.
     together = [sum(reads) for reads in zip(*(other.reads for other in passes), strict=True)]
-    alone = cotangent.is_new or together[cotangent.reads.index(True)] == 1
+    alone = cotangent.is_sum or together[cotangent.reads.index(True)] == 1
     return cotangent if alone else replace(cotangent, shared=True)
 
 

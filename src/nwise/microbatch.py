@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nwise.randomness import Draws
+from nwise.randomness import StepSeeds
 from nwise.tensors import Tensors, as_tuple, names, scatter
 from nwise.terms import Terms
 
@@ -40,7 +40,7 @@ class Batch:
     inputs: Sequence[Tensors]
     targets: Sequence[Tensors | None]
     weights: Sequence[Sequence[Weight]]
-    draws: Draws = field(default_factory=Draws)
+    draws: StepSeeds = field(default_factory=StepSeeds)
     samples: Sequence[float] = (1.0,)
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -106,7 +106,9 @@ class Parts:
     sizes: Sequence[int]
     whole: bool
 
-    def batch(self, terms: Sequence[Terms], num_microbatches: int, draws: Draws, *, on_device: bool = False) -> Batch:
+    def batch(
+        self, terms: Sequence[Terms], num_microbatches: int, draws: StepSeeds, *, on_device: bool = False
+    ) -> Batch:
         """Return the part of a replica, weighted.
 
         Args:

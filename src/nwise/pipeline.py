@@ -17,7 +17,7 @@ from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
 from nwise.program.cutting import check_first, check_surroundings, cut_batch
 from nwise.program.program import Program
-from nwise.randomness import Draws, derive, preserved
+from nwise.randomness import StepSeeds, derive, preserved
 from nwise.runtime.compression import Compression, fingerprint, parse_compression
 from nwise.runtime.due import Gradients
 from nwise.runtime.engine import Engine, Recorder
@@ -29,7 +29,7 @@ from nwise.schedule.actions import Action
 from nwise.schedule.named import Order
 from nwise.stage.stage import LossFn, Stage, learning
 from nwise.strategies import Strategy
-from nwise.tensors import Input, Tensors, as_inputs, as_tuple, call
+from nwise.tensors import Input, Tensors, as_inputs, as_tuple, invoke
 from nwise.terms import make_terms
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class Pipeline(Program):
         self._compression = parse_compression(compress)
         vars(self)["compress"] = fingerprint(self._compression)  # `__setattr__` refuses it, as it does the caller's
         self.processes = Processes(len(given), ranks, mesh, timeout)
-        mains = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
-        sides = build_modules(given_heads, "head", self.processes, self.seed)
+        stage_modules = [main for main in build_modules(given, "stage", self.processes, self.seed) if main is not None]
+        head_modules = build_modules(given_heads, "head", self.processes, self.seed)
         self._sharing = arguments.Sharing(given, given_heads, self.processes.size > 1)
-        self.stages = nn.ModuleList(mains)
-        self.heads = HeadDict({str(k): head for k, head in enumerate(sides) if head is not None})
+        self.stages = nn.ModuleList(stage_modules)
+        self.heads = HeadDict({str(k): head for k, head in enumerate(head_modules) if head is not None})
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
         self.loss_shares: Mapping[int, Weight] = {}
         self.recorder: Recorder | None = None
@@ -125,7 +125,7 @@ class Pipeline(Program):
         self.runner: Callable[[Step], Results] | None = None
         self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
-        self._stages = [Stage(k, mains[k], sides[k], losses[k]) for k in range(len(mains))]
+        self._stages = [Stage(k, stage_modules[k], head_modules[k], losses[k]) for k in range(len(stage_modules))]
         self._terms = make_terms(losses)
         self._begins = True  # whether the next step is the first, or one that a check makes
         self._engine: Engine | None = None
@@ -164,7 +164,7 @@ class Pipeline(Program):
         outputs: list[Tensor | Tensors | None] = [None] * self.num_stages
 
         def forward(k: int, hidden: Tensors) -> Tensors:
-            output = call(self.stages[k], hidden)
+            output = invoke(self.stages[k], hidden)
             made = as_tuple(output, f"The output of stage {k}")
             runs = only is None or k in only
             outputs[k] = output if k == self.num_stages - 1 else self.heads.run(k, made) if runs else None
@@ -217,7 +217,7 @@ class Pipeline(Program):
         seed, judge = derive(self._seed, number), None if self._checks == "never" else self._judge
         step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
         runner = self.runner
-        results = step.run(Draws(seed, processes.replica * m)) if runner is None else runner(step)
+        results = step.run(StepSeeds(seed, processes.replica * m)) if runner is None else runner(step)
         # Without `__setattr__`, which looks for modules in each of them.
         vars(self).update(_steps=number + 1, _last_ages=(schedule.ages.weights, m))
         vars(self).update(microbatch_losses=results.losses, loss_shares=results.shares)

@@ -15,7 +15,7 @@ import torch
 __all__ = ["derive", "generator", "seeded"]
 
 T = TypeVar("T")
-Part = tuple[str, int, int]  # the forward of a "stage", or a "head" with its loss; its stage, and the micro-batch
+StreamKey = tuple[str, int, int]  # the forward of a "stage", or a "head" with its loss; its stage, and the micro-batch
 
 
 def derive(*names: int | str) -> int:
@@ -33,7 +33,7 @@ def generator(*names: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive(*names))
 
 
-class Draws:
+class StepSeeds:
     """Seeds the random numbers that the parts of a step draw: each a function of the part's name, not of the order of work.
 
     Args:
@@ -44,7 +44,7 @@ class Draws:
     def __init__(self, seed: int = 0, first: int = 0) -> None:
         self.seed, self.first = seed, first
 
-    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+    def run(self, part: StreamKey, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that runs a part, with the global generators seeded for it; return what it returns."""
         # `seed_all(self.seed_of(part), device)`, in two calls less
         seed = derive(self.seed, part[0], part[1], self.first + part[2])
@@ -53,17 +53,17 @@ class Draws:
             torch.cuda.default_generators[device.index].manual_seed(seed)
         return function(*arguments)
 
-    def seed_of(self, part: Part) -> int:
+    def seed_of(self, part: StreamKey) -> int:
         """Return the seed of a part."""
         what, stage, microbatch = part
         # Micro-batches are numbered over all replicas, so each draws the same numbers however the mini-batch is shared out.
         return derive(self.seed, what, stage, self.first + microbatch)
 
 
-class SeedsAll(Draws):
+class SeedsAll(StepSeeds):
     """Seeds the generators of Python and NumPy too, so a part draws the same numbers whenever it runs."""
 
-    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+    def run(self, part: StreamKey, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         random.seed(self.seed_of(part))
         np.random.seed(self.seed_of(part) % 2**32)  # noqa: NPY002 - users' code draws from it
         return super().run(part, device, function, *arguments)
@@ -106,7 +106,7 @@ def restore(states: States) -> None:
 
 
 @contextmanager
-def kept(states: States) -> Iterator[None]:
+def restoring(states: States) -> Iterator[None]:
     """Put states back after the body."""
     try:
         yield

@@ -205,14 +205,14 @@ def as_inputs(inputs: Sequence[Any], named: Mapping[str, Any], what: str) -> Ten
     return as_tuple(named, what) if named else tuple(as_tuple(inputs, what))
 
 
-def call(function: Callable[..., Any], inputs: Tensors) -> Any:
+def invoke(function: Callable[..., Any], inputs: Tensors) -> Any:
     """Call a module or function with tensors, by name if they have names."""
     return function(**inputs.by_name()) if isinstance(inputs, Named) else function(*inputs)
 
 
 def run_module(module: Callable[..., Any], inputs: Tensors, what: str) -> Tensors:
     """Call a module with tensors, and return its outputs as a tuple; `what` names them in an error."""
-    made = module(**inputs.by_name()) if isinstance(inputs, Named) else module(*inputs)  # `call`, in one call less
+    made = module(**inputs.by_name()) if isinstance(inputs, Named) else module(*inputs)  # `invoke`, in one call less
     return (made,) if isinstance(made, Tensor) else as_tuple(made, what)
 
 

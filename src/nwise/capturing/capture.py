@@ -30,7 +30,7 @@ from nwise.checks import warn
 from nwise.microbatch import Parts, Results
 from nwise.modes import autocast_dtype
 from nwise.pipeline import Pipeline
-from nwise.randomness import Draws, Part, kept, random_states
+from nwise.randomness import StepSeeds, StreamKey, random_states, restoring
 from nwise.runtime.step import Step
 from nwise.runtime.structure import Structure
 from nwise.stage.graph import gradients_aside
@@ -61,7 +61,7 @@ class StepKind:
     """Steps of one kind."""
 
     steps: int = 0  # that have run or were replayed
-    drawing: Counter[Part] = field(default_factory=Counter)  # how often each part draws random numbers
+    drawing: Counter[StreamKey] = field(default_factory=Counter)  # how often each part draws random numbers
     recording: Recording | None = None
 
 
@@ -116,7 +116,7 @@ class Capture:
             self._graphs = make_graphs(step.engine.device)
         watched = step.on_action is not None or step.engine.recorder is not None
         if self._failed or watched or step.judge is not None:
-            return step.run(Draws(step.seed))
+            return step.run(StepSeeds(step.seed))
         if self._structure is not step.structure:
             self._look(step)
         given = _tensors(step.parts)
@@ -129,7 +129,7 @@ class Capture:
             except NotRecordableError as error:
                 self._stop(str(error))
         if kind is None or kind.recording is None:
-            return step.run(Draws(step.seed))
+            return step.run(StepSeeds(step.seed))
         kind.steps += 1
         # A recording that has served 100 steps was worth its price: changes are counted from 0 again.
         self._changes *= kind.steps < _MANY
@@ -170,7 +170,7 @@ class Capture:
         # and one of the recording has no values afterwards.
         torch.clear_autocast_cache()
         try:
-            with kept(random_states()), gradients_aside(learns):
+            with restoring(random_states()), gradients_aside(learns):
                 _refuse_other_devices(step)
                 with draws:
                     results = step.record(parts, draws)
@@ -232,7 +232,7 @@ def refuse_hooks(modules: Iterable[nn.Module], hooked: Sequence[Tensor]) -> None
 
 def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Results:
     """Replay a step: copy the batch, compute, and hand out gradients and losses."""
-    learns, draws = step.structure.learns, Draws(step.seed)
+    learns, draws = step.structure.learns, StepSeeds(step.seed)
     before = [p.grad for p in learns]
 
     with torch.no_grad():

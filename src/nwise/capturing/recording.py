@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from nwise._torch import TorchDispatchMode
-from nwise.randomness import Draws, Part, T, random_states
+from nwise.randomness import StepSeeds, StreamKey, T, random_states
 
 __all__ = ["CudaGraphs", "NotRecordableError"]
 
@@ -69,7 +69,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-Seeded = tuple[CudaGraph, Sequence[Part]]  # a graph, and the part that draws from each of its streams
+Seeded = tuple[CudaGraph, Sequence[StreamKey]]  # a graph, and the part that draws from each of its streams
 
 
 class CudaGraphs:
@@ -119,33 +119,33 @@ def has_drawn(device: torch.device, seed: int) -> bool:
     return not torch.equal(torch.default_generator.get_state(), fresh.get_state())
 
 
-class Observed(Draws):
+class Observed(StepSeeds):
     """Notes which parts draw random numbers on the device: `drawing` has them, and how often."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.drawing = Counter[Part]()
+        self.drawing = Counter[StreamKey]()
 
-    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+    def run(self, part: StreamKey, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         made = super().run(part, device, function, *arguments)
         if has_drawn(device, self.seed_of(part)):
             self.drawing[part] += 1
         return made
 
 
-class Recorded(Draws):
+class Recorded(StepSeeds):
     """Records the body. Each part draws from its own stream; a part that draws from the CPU is refused.
 
     `drawing` is that of `Observed`, and `graph` is what has been recorded.
     """
 
-    def __init__(self, graphs: CudaGraphs, drawing: Counter[Part]) -> None:
+    def __init__(self, graphs: CudaGraphs, drawing: Counter[StreamKey]) -> None:
         super().__init__()
         # What draws though it has not drawn before gets a stream that is the same for all:
         #
         #     drawing    {stage 1 of micro-batch 0: 2, its head: 1}
         #     streams    0: other    1 and 2: stage 1, which draws twice    3: the head
-        parts: list[Part] = [("other", 0, 0), *drawing.elements()]
+        parts: list[StreamKey] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}
         self.graph: Seeded = graphs.new(), parts
         self._open, self._part = ExitStack(), ""
@@ -158,7 +158,7 @@ class Recorded(Draws):
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def run(self, part: Part, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
+    def run(self, part: StreamKey, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         what, stage, _ = part
         self._part = f"The {what} of stage {stage}" if what == "head" else f"Stage {stage}"
         states = self._present(device)

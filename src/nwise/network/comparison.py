@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nwise.modes import evaluating, training
-from nwise.randomness import kept, random_states, seeded
-from nwise.tensors import Tensors, as_tuple, call, each, names, values_of
+from nwise.randomness import random_states, restoring, seeded
+from nwise.tensors import Tensors, as_tuple, each, invoke, names, values_of
 
 
 def refuse_difference(
@@ -45,7 +45,7 @@ def refuse_difference(
         with mode(model, *stages), torch.set_grad_enabled(mode is training):
             try:
                 expected = output([model], run, "The output of `model`")
-                found = output(stages, call, "The output of a stage")
+                found = output(stages, invoke, "The output of a stage")
             except Exception as error:
                 if mode is training and expected is None:  # such as batch norm of one sample: nothing to compare with
                     return
@@ -88,7 +88,7 @@ def _other(named: Mapping[str, Tensor], found: Sequence[Tensor], expected: Seque
 @contextmanager
 def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
     """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    with kept(random_states()), kept(values_of(model.buffers())):
+    with restoring(random_states()), restoring(values_of(model.buffers())):
         random.seed(0), np.random.seed(0)  # noqa: NPY002 - networks draw from it, too
         with seeded(0, example[0].device):
             yield

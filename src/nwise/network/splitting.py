@@ -17,7 +17,7 @@ from nwise.network.families import family_for, run_model
 from nwise.network.huggingface import changes_itself, hf_stages, is_hugging_face
 from nwise.network.origin import Origin
 from nwise.network.tied import refuse_tied
-from nwise.tensors import Input, Tensors, as_tuple, call
+from nwise.tensors import Input, Tensors, as_tuple, invoke
 
 # Methods by which a forward runs the children: that of a sequence, and that of a module around a list.
 _YIELDS = (("__call__", "__iter__"), ("__iter__", "__getitem__", "children", "named_children", "values", "items"))
@@ -118,7 +118,7 @@ def split(
         stage.origin = Origin(model, places, [name for name in copied if not changes_itself(own[name])])
         stage.check_origin()
     if example is not None:
-        rule, run = (_HF_RULE, run_model) if is_hugging_face(model) else (_RULE, call)
+        rule, run = (_HF_RULE, run_model) if is_hugging_face(model) else (_RULE, invoke)
         refuse_difference(rule, model, run, stages, as_tuple(example, "`example`"))
     if not unchecked:
         _refuse_custom(model, pieces, compared=example is not None)

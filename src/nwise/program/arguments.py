@@ -55,31 +55,33 @@ class Planned(Protocol):
 
 
 def checked(
-    mains: Sequence[ModuleOrFactory], heads: Sequence[ModuleOrFactory | None] | None, loss_fn: LossFn | Sequence[LossFn]
+    stage_modules: Sequence[ModuleOrFactory],
+    heads: Sequence[ModuleOrFactory | None] | None,
+    loss_fn: LossFn | Sequence[LossFn],
 ) -> tuple[list[ModuleOrFactory | None], list[LossFn]]:
     """Check the modules and losses of a pipeline; return the heads (None for the last stage) and the losses, one per stage."""
-    if not mains or not all(callable(stage) for stage in mains):
-        types = ", ".join(type(stage).__name__ for stage in mains) or "none"
+    if not stage_modules or not all(callable(stage) for stage in stage_modules):
+        types = ", ".join(type(stage).__name__ for stage in stage_modules) or "none"
         raise TypeError(f"`stages` should be one or more nn.Modules, or functions that make them. Found {types}.")
-    num_stages = len(mains)
+    num_stages = len(stage_modules)
     if heads is not None and not isinstance(heads, Iterable):
         raise TypeError(f"`heads` should be a list of nn.Modules or None. Found {type(heads).__name__}.")
-    sides = [None] * (num_stages - 1) if heads is None else list(heads)
-    if len(sides) == num_stages and sides[-1] is None:
-        sides.pop()
-    if len(sides) != num_stages - 1:
+    head_modules = [None] * (num_stages - 1) if heads is None else list(heads)
+    if len(head_modules) == num_stages and head_modules[-1] is None:
+        head_modules.pop()
+    if len(head_modules) != num_stages - 1:
         raise ValueError(
             f"`heads` should have {num_stages - 1} entries, one for every stage but the last, whose output goes to the "
-            f"loss, or be None. Found {len(sides)}."
+            f"loss, or be None. Found {len(head_modules)}."
         )
-    for k, head in enumerate(sides):
+    for k, head in enumerate(head_modules):
         if head is not None and not callable(head):
             raise TypeError(
                 f"`heads[{k}]` should be an nn.Module, a function that makes it, or None. Found {type(head).__name__}."
             )
-    for k, module in [*enumerate(mains), *enumerate(sides)]:
+    for k, module in [*enumerate(stage_modules), *enumerate(head_modules)]:
         if isinstance(module, nn.Module):
-            where = f"`stages[{k}]`" if module is mains[k] else f"`heads[{k}]`"
+            where = f"`stages[{k}]`" if module is stage_modules[k] else f"`heads[{k}]`"
             refuse_wrappers(module.modules(), where)
             if any(p.is_inference() for p in module.parameters() if not is_lazy(p)):
                 raise ValueError(
@@ -102,7 +104,7 @@ def checked(
             raise ValueError(
                 f"`loss_fn` should have no parameters. Found some in {type(loss).__name__}; put them into the heads."
             )
-    return [*sides, None], losses
+    return [*head_modules, None], losses
 
 
 _WRAPPERS = {

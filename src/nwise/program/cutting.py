@@ -16,7 +16,7 @@ from nwise.microbatch import Parts, cut, given
 from nwise.program.arguments import refuse_update_hooks
 from nwise.runtime.processes import Processes
 from nwise.schedule.schedule import Schedule
-from nwise.tensors import Tensors, as_inputs, asks, call, names
+from nwise.tensors import Tensors, as_inputs, asks, invoke, names
 
 
 def cut_batch(
@@ -125,7 +125,7 @@ def _takes(module: nn.Module, inputs: Tensors) -> bool:
         elif hasattr(type(module), "entry_module"):  # a chain (`nwise.network.chain`)
             module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
     try:
-        call(inspect.signature(module.forward).bind, inputs)
+        invoke(inspect.signature(module.forward).bind, inputs)
     except (TypeError, ValueError):
         return False
     return True

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from nwise.schedule.actions import SENDS, Action, Kind, describe
 
-__all__ = ["Calls", "Doing", "RankError"]
+__all__ = ["Calls", "Status", "RankError"]
 
 _KEPT = 1024  # calls that a rank remembers: more than it can be ahead of another
 _LIBRARIES = ("nwise", "torch", "contextlib")
 _WAITS = (*SENDS.keys(), *SENDS.values(), Kind.UPDATE)  # an update waits for the sums over replicas
 
 
-class Doing(NamedTuple):
+class Status(NamedTuple):
     """The present action of a rank.
 
     Args:

@@ -21,7 +21,7 @@ from nwise.runtime.shapes import Spec, describe, make_spec, make_specs
 from nwise.stage.tape import Cotangents
 from nwise.tensors import Tensors, names, with_names
 
-__all__ = ["Cast", "Compression", "Wire", "fingerprint", "parse_compression"]
+__all__ = ["Cast", "Compression", "Codec", "fingerprint", "parse_compression"]
 
 
 class Compression(Protocol):
@@ -102,7 +102,7 @@ def fingerprint(compression: Compression | None) -> str:
 _NAMED: dict[str, Compression | None] = {"none": None, "bf16": Cast(torch.bfloat16)}
 
 
-class Wire:
+class Codec:
     """The form in which messages travel from and to the stages of a process; None sends tensors as they are."""
 
     def __init__(self, compression: Compression | None) -> None:

@@ -24,8 +24,8 @@ import torch
 from nwise.checks import warn
 from nwise.microbatch import Batch
 from nwise.modes import autocast_dtype
-from nwise.runtime.calls import Doing
-from nwise.runtime.compression import Compression, Wire
+from nwise.runtime.calls import Status
+from nwise.runtime.compression import Codec, Compression
 from nwise.runtime.due import DueGradients, Gradients, copied
 from nwise.runtime.mailbox import Minibatch, Tell
 from nwise.runtime.processes import Processes
@@ -76,8 +76,8 @@ class Engine:
         self.received: Received | None = None
         self.sent, self.device, self.stages = [0, 0], device, stages
         self._processes, self._by_index = processes, {stage.index: stage for stage in stages}
-        self._wire = Wire(compression)
-        self.mailbox = processes.mailbox(self._by_index, self._wire, device)
+        self._codec = Codec(compression)
+        self.mailbox = processes.mailbox(self._by_index, self._codec, device)
         self.flying: dict[int, Minibatch] = {}
         self.next = 0
         self._due = DueGradients()
@@ -132,7 +132,7 @@ class Engine:
         if not self.has_pending:
             return False
         call = self.next
-        self._processes.begin("`drain`")
+        self._processes.announce("`drain`")
         with restored_on_error((), learning(self.stages)):
             if self.flying:
                 self._run_passes(self.recorder)
@@ -145,7 +145,7 @@ class Engine:
         if not self.flying:
             return self._due.by_call()
         call, learns, sent = self.next, learning(self.stages), self.sent
-        self._processes.begin("`pending_gradients`")
+        self._processes.announce("`pending_gradients`")
         with gradients_aside(learns):
             while self.flying:
                 number = self.next
@@ -172,7 +172,7 @@ class Engine:
         """
         lost = len(self.flying) + len(self._due)
         if lost:  # the others would wait for messages of the lost mini-batches
-            self._processes.begin("`forget_pending`")
+            self._processes.announce("`forget_pending`")
         if lost and because:
             warn(
                 f"All gradients should be applied before a change. Found {lost} mini-batch{'es' * (lost > 1)} with gradients "
@@ -181,7 +181,7 @@ class Engine:
             )
         self._drop()
         self._schedule = None
-        self._wire.errors.clear()
+        self._codec.errors.clear()
         if lost:
             self.mailbox.forget()
         return lost
@@ -211,12 +211,12 @@ class Engine:
     # Their parts ------------------------------------------------------------------------------------
 
     def _add(self, number: int, batch: Batch) -> object:
-        """Put a mini-batch into the store; return what it looks like to the other ranks (`Mailbox.look`)."""
+        """Put a mini-batch into the store; return what it looks like to the other ranks (`Mailbox.signature`)."""
         assert self._schedule is not None, "`follow` has set it"
         minibatch = number % len(self._schedule.flows)
         tapes = {stage.index: stage.tapes(self._schedule, minibatch, batch) for stage in self.stages}
         self.flying[number] = Minibatch(batch, tapes)
-        return self.mailbox.look(batch.inputs)
+        return self.mailbox.signature(batch.inputs)
 
     def _compute(self, call: int, tell: Tell) -> None:
         """Run the computations of a call, with its messages."""
@@ -239,7 +239,7 @@ class Engine:
                 given[None] = minibatch.batch.inputs[m]
             begin = time.perf_counter() if watched else 0.0
             if several:
-                processes.doing = Doing(call, action, begin)
+                processes.doing = Status(call, action, begin)
             tape = minibatch.tapes[k][m]
             if received is not None:
                 received.note(task, number, tape, given)
@@ -258,12 +258,12 @@ class Engine:
     def _call(self, call: int, batch: object) -> Iterator[None]:
         """Let the body run the list of one call. `batch` is what the new mini-batch looks like."""
         assert self._schedule is not None, "`follow` has set it"
-        self.next, errors = call + 1, dict(self._wire.errors)
+        self.next, errors = call + 1, dict(self._codec.errors)
         try:
             with self._processes.watched(f"step {call}", batch), torch.enable_grad():
                 yield
         except BaseException:
-            self.next, self._wire.errors = call, errors
+            self.next, self._codec.errors = call, errors
             raise
         over = call - self._schedule.oldest
         self.flying.pop(over, None)
@@ -312,7 +312,7 @@ def _teller(processes: Processes, step: int, recorder: Recorder | None, on_actio
         if recorder is not None:
             recorder(step, action, begin, time.perf_counter())
         if on_action is not None:
-            processes.doing = Doing(step, action, time.perf_counter(), over=True)
+            processes.doing = Status(step, action, time.perf_counter(), over=True)
             on_action(action)
 
     return tell

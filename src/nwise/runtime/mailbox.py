@@ -22,7 +22,7 @@ from nwise.stage.tape import Cotangents, Tape
 from nwise.tensors import Tensors
 
 if TYPE_CHECKING:
-    from nwise.runtime.compression import Wire
+    from nwise.runtime.compression import Codec
     from nwise.runtime.replicas import Replicas
 
 __all__ = ["Flying", "Mailbox", "Minibatch", "Tell"]
@@ -50,7 +50,7 @@ class Mailbox:
 
     Args:
         stages: this rank's stages, by index.
-        wire: the form in which results travel between two stages.
+        codec: the form in which results travel between two stages.
 
     Attributes:
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
@@ -60,15 +60,15 @@ class Mailbox:
 
     replicas: Mapping[int, Replicas] = MappingProxyType({})
 
-    def __init__(self, stages: Mapping[int, Stage], wire: Wire) -> None:
-        self._stages, self._wire = stages, wire
+    def __init__(self, stages: Mapping[int, Stage], codec: Codec) -> None:
+        self._stages, self._codec = stages, codec
         self._tasks: Sequence[Action] = ()
         self._uses: Mapping[int, int] = {}
         self.wanted: Container[int] = ()
         self._results: dict[tuple[int, int], list[object]] = {}  # what was made, and its reads that are left
         self.sent = [0, 0]
 
-    def look(self, inputs: Sequence[Tensors]) -> object:
+    def signature(self, inputs: Sequence[Tensors]) -> object:
         """Return what a mini-batch looks like, with a ``str`` that is the same on all ranks."""
         return ""
 
@@ -87,9 +87,9 @@ class Mailbox:
 
     def put(self, task: int, number: int, made: Tensors | Cotangents) -> None:
         """Take the result of a task for its readers."""
-        if self._wire.compression is not None:
+        if self._codec.compression is not None:
             action = self._tasks[task]
-            made = self._wire.through(None if action.kind is Kind.FORWARD else action, made)
+            made = self._codec.through(None if action.kind is Kind.FORWARD else action, made)
         self._results[task, number] = [self._uses[task], made]
 
     def end(self) -> None:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from nwise._torch import versions
 from nwise.modes import autocast_dtype
-from nwise.runtime.calls import Doing
+from nwise.runtime.calls import Status
 from nwise.runtime.channel import Channels, Name
-from nwise.runtime.compression import Wire
+from nwise.runtime.compression import Codec
 from nwise.runtime.connections import connected
 from nwise.runtime.mailbox import Flying, Mailbox, Tell
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
-from nwise.runtime.shapes import Look, Spec, check_sendable, make_specs, spec_names
+from nwise.runtime.shapes import Signature, Spec, check_sendable, make_specs, spec_names
 from nwise.runtime.work import RankWork
 from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
@@ -48,7 +48,7 @@ class Post(Mailbox):
     Args:
         processes: the processes.
         stages: this rank's stages, by index.
-        wire: the form in which messages travel.
+        codec: the form in which messages travel.
         device: device of the stages' tensors.
         replicas: what sums the gradients of a stage over its replicas, by index; none without replicas.
     """
@@ -57,11 +57,11 @@ class Post(Mailbox):
         self,
         processes: Processes,
         stages: Mapping[int, Stage],
-        wire: Wire,
+        codec: Codec,
         device: torch.device,
         replicas: Mapping[int, Replicas],
     ) -> None:
-        super().__init__(stages, wire)
+        super().__init__(stages, codec)
         self._processes, self._device = processes, device
         self.replicas = replicas
         self._channels: Channels | None = None
@@ -73,18 +73,18 @@ class Post(Mailbox):
         self._call, self._tell = 0, cast(Tell, None)
         self._epoch, self._inferred = 0, 0
         self._spared: set[int] = set()
-        self._look, self._label = Look(), ""  # of the newest mini-batch
+        self._signature, self._label = Signature(), ""  # of the newest mini-batch
         self._labels: dict[int, str] = {}  # of the mini-batches in flight
         self._last: tuple[Action, Tensors, list[int]] | None = (
             None  # the message before, with the version of each tensor
         )
 
-    def look(self, inputs: Sequence[Tensors]) -> object:
+    def signature(self, inputs: Sequence[Tensors]) -> object:
         autocast = autocast_dtype(self._device)
-        look = Look((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
-        if look != self._look:
-            self._look, self._label = look, str(look)
-        return self._look
+        look = Signature((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
+        if look != self._signature:
+            self._signature, self._label = look, str(look)
+        return self._signature
 
     def begin(self, schedule: Schedule, work: RankWork, call: int, flying: Flying, tell: Tell) -> None:
         super().begin(schedule, work, call, flying, tell)
@@ -111,7 +111,7 @@ class Post(Mailbox):
             begin = self._now(arc.action)
             specs, parts, label = self._connected()[arc.place].take(Name(self._epoch, number, task))
             _check_label(self._labels[number], label, self._processes.ranks[arc.place])
-            made = _named(self._wire.restore(parts, specs), specs)
+            made = _named(self._codec.restore(parts, specs), specs)
             self._results[task, number] = [self._uses[task], made]
             if self._tell is not None:
                 self._tell(arc.action, begin)
@@ -125,9 +125,9 @@ class Post(Mailbox):
         begin = self._now(arc.action)
         kind, k, *_ = arc.action
         if kind is Kind.SEND_ACTIVATION:
-            made = self._apart(cast(Tensors, made), k)
+            made = self._sendable(cast(Tensors, made), k)
         sender = None if kind is Kind.SEND_ACTIVATION else arc.action
-        parts = self._wire.compress(sender, made)
+        parts = self._codec.compress(sender, made)
         size = self._send(arc.place, Name(self._epoch, number, task), made, parts, self._labels[number])
         self.sent[kind is not Kind.SEND_ACTIVATION] += size
         self._last = arc.action, parts, versions(parts)
@@ -159,7 +159,7 @@ class Post(Mailbox):
             self._now(Action(Kind.FORWARD, k, 0))
             hidden = call(k, hidden)
             if k + 1 < len(placement) and k + 1 not in self._stages:
-                made = self._apart(each(hidden, Tensor.detach), k)
+                made = self._sendable(each(hidden, Tensor.detach), k)
                 self._send(placement[k + 1], Name(self._epoch, -self._inferred, k + 1), made, made, "")
 
     def forget(self) -> None:
@@ -177,7 +177,7 @@ class Post(Mailbox):
     def _now(self, action: Action) -> float:
         """Note the present action for the other ranks; return its start."""
         begin = time.perf_counter()
-        self._processes.doing = Doing(self._call, action, begin)
+        self._processes.doing = Status(self._call, action, begin)
         return begin
 
     def _send(self, place: int, name: Name, made: Tensors | Cotangents, parts: Tensors, label: str) -> int:
@@ -187,7 +187,7 @@ class Post(Mailbox):
         return self._connected()[place].send(name, made, parts, label)
 
     def _spare(self, inputs: Iterable[Tensors]) -> None:
-        """Let messages share no memory with the model's inputs and with parameters and buffers (`_apart`)."""
+        """Let messages share no memory with the model's inputs and with parameters and buffers (`_sendable`)."""
         # An optimizer changes parameters, and the caller may reuse a batch. A send returns before its message has left.
         if self._channels:
             tensors = [x for microbatch in inputs for x in microbatch]
@@ -195,7 +195,7 @@ class Post(Mailbox):
                 tensors += [*stage.module.parameters(), *stage.module.buffers()]
             self._spared = {t.untyped_storage().data_ptr() for t in tensors}
 
-    def _apart(self, tensors: Tensors, stage: int) -> Tensors:
+    def _sendable(self, tensors: Tensors, stage: int) -> Tensors:
         """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
         check_sendable(tensors, stage, self._device)
         plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._spared for t in tensors]

@@ -32,8 +32,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from nwise.process import exit_at_once, on_uncaught_error
 from nwise.randomness import derive
-from nwise.runtime.calls import Calls, Doing, RankError
-from nwise.runtime.compression import Wire
+from nwise.runtime.calls import Calls, RankError, Status
+from nwise.runtime.compression import Codec
 from nwise.runtime.launch import check_same, default_store, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.mailbox import Mailbox
 from nwise.schedule.placement import Placement, make_placement
@@ -100,7 +100,7 @@ class Processes:
     place = rank = replica = 0
     size = num_replicas = 1
     ranks: Sequence[int] = (0,)
-    doing: Doing | None = None
+    doing: Status | None = None
     _watch: Watchdog | None = None
 
     def __init__(
@@ -127,7 +127,7 @@ class Processes:
         self._limit, self._timeout = limit, timedelta(seconds=limit + SPARE)
         start(limit + SPARE)
         self._number, self._settings = next(_numbers), ("", 0)
-        self._announce("the construction")
+        self._note("the construction")
         self.mesh = make_mesh(num_stages, mesh)
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
         self.num_replicas = sizes.get("dp", 1)
@@ -281,32 +281,32 @@ class Processes:
                     dist.recv(tensor, rank, group=self.control)
         return with_names(tensors, header[1])
 
-    def mailbox(self, stages: Mapping[int, Stage], wire: Wire, device: torch.device) -> Mailbox:
+    def mailbox(self, stages: Mapping[int, Stage], codec: Codec, device: torch.device) -> Mailbox:
         """Return what carries results between this process's stages, and from and to those of other processes.
 
         Args:
             stages: this process's stages, by index.
-            wire: the form in which messages travel.
+            codec: the form in which messages travel.
             device: device of the stages' tensors.
         """
         if self.size == 1:
-            return Mailbox(stages, wire)
+            return Mailbox(stages, codec)
         self.watch.check()
         from nwise.runtime.post import Post
         from nwise.runtime.replicas import Replicas
 
         group = self.mesh.get_group("dp") if self.num_replicas > 1 else None
         replicas = {} if group is None else {k: Replicas(group, stage) for k, stage in stages.items()}
-        return Post(self, stages, wire, device, replicas)
+        return Post(self, stages, codec, device, replicas)
 
     # Calls of all ranks -----------------------------------------------------------------------------
 
-    def begin(self, name: str, batch: object = "") -> None:
+    def announce(self, name: str, batch: object = "") -> None:
         """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.watch`)."""
         if self.size > 1 and self.watch:
-            self._announce(name, batch)
+            self._note(name, batch)
 
-    def _announce(self, name: str, batch: object = "") -> None:
+    def _note(self, name: str, batch: object = "") -> None:
         # Replicas have shares of a mini-batch, which may be unequal.
         look = batch if self.num_replicas == 1 else ""
         _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, look)
@@ -317,7 +317,7 @@ class Processes:
         """Raise the first error of another rank, if there has been one; end all ranks if the body raises.
 
         Args:
-            name: name of the call, if all ranks make one that is to be announced (`begin`), otherwise None.
+            name: name of the call, if all ranks make one that is to be announced (`announce`), otherwise None.
             batch: what its mini-batch looks like, with a ``str`` that is the same on all ranks. Default: none.
             errors: those that end all ranks; default: all.
         """
@@ -327,7 +327,7 @@ class Processes:
     def _watched(self, name: str | None, batch: object, errors: type[Exception]) -> Iterator[None]:
         watch = self.watch
         if name is not None:
-            self.begin(name, batch)
+            self.announce(name, batch)
         watch.check()
         try:
             yield

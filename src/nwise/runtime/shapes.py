@@ -101,11 +101,11 @@ def describe(specs: Sequence[Spec]) -> str:
     return "; ".join(map(str, specs)) or "nothing"
 
 
-class Look(tuple[tuple["Specs", str], ...]):
+class Signature(tuple[tuple["Specs", str], ...]):
     """What the micro-batches of a mini-batch look like: the specs of the model's inputs, and the dtype of autocast, if any.
 
     >>> four, three = make_specs([torch.ones(4, 2)]), make_specs([torch.ones(3, 2)])
-    >>> str(Look([(four, ""), (four, ""), (three, "")]))
+    >>> str(Signature([(four, ""), (four, ""), (three, "")]))
     '2 of float32 [4, 2], 1 of float32 [3, 2]'
     """
 

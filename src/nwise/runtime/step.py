@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nwise.microbatch import Parts, Results
-from nwise.randomness import Draws, preserved
+from nwise.randomness import StepSeeds, preserved
 from nwise.runtime.engine import Engine
 from nwise.runtime.structure import Structure, deferred_norms, restored_on_error
 from nwise.schedule.actions import Action
@@ -44,7 +44,7 @@ class Step:
     on_action: Callable[[Action], None] | None
     judge: Callable[[], None] | None
 
-    def run(self, draws: Draws) -> Results:
+    def run(self, draws: StepSeeds) -> Results:
         """Run the step: fill every ``.grad``, and return the rest; a step that raises restores what it has changed."""
         batch = self.parts.batch(self.terms, self.schedule.num_microbatches, draws)
         engine = self.engine
@@ -62,7 +62,7 @@ class Step:
                 self.judge()
         return batch.results(len(self.terms))
 
-    def record(self, parts: Parts, draws: Draws) -> Results:
+    def record(self, parts: Parts, draws: StepSeeds) -> Results:
         """Run only what a recording can hold, on micro-batches of the same kind, without a look at any value.
 
         Args:

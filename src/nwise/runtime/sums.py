@@ -28,7 +28,7 @@ class Sums:
             return
         new = [one for one in dict.fromkeys(map(self._places, sets)) if (one, replicas) not in processes.groups]
         if new:
-            processes.begin("the making of groups")
+            processes.announce("the making of groups")
         for places in new:
             # Ranks outside the group take part too: all ranks make a group, or none does. Four stages on ranks 0 to 7 in two
             # replicas (`nwise.runtime.processes`), for stages 1 and 2: groups (2, 4) and (3, 5), or (2, 4, 3, 5) over replicas.

@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 from nwise.process import end_stalled, exit_at_once
-from nwise.runtime.calls import Calls, Doing, RankError
+from nwise.runtime.calls import Calls, RankError, Status
 from nwise.runtime.channel import LostPeer
 
 __all__ = ["Watchdog"]
@@ -47,7 +47,7 @@ class Watchdog:
         stages: indices of the stages that this rank holds.
         limit: limit in seconds of one action, and of a rank's silence.
         doing: function that returns the present action of this rank; None between steps.
-        clock: function that returns the time in seconds; default: that of `Doing.since`.
+        clock: function that returns the time in seconds; default: that of `Status.since`.
         calls: calls of this rank that all ranks make; default: none yet.
     """
 
@@ -58,7 +58,7 @@ class Watchdog:
         world_size: int,
         stages: Sequence[int],
         limit: float,
-        doing: Callable[[], Doing | None],
+        doing: Callable[[], Status | None],
         clock: Callable[[], float] = time.perf_counter,
         calls: Calls | None = None,
     ) -> None:
@@ -224,7 +224,7 @@ class Watchdog:
             )
 
 
-def _where(doing: Doing | None) -> str:
+def _where(doing: Status | None) -> str:
     return "between steps" if doing is None else str(doing)
 
 

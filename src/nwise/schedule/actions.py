@@ -94,11 +94,14 @@ def passes(stage: StageFlow, index: int, microbatch: int, minibatch: int = 0, *,
     """
     together = stage.fused if fuse else None
     actions = [
-        (message.far, Action(Kind.BOTH if together == q else Kind.INPUT_GRAD, index, microbatch, q, minibatch))
+        (
+            message.farthest_loss,
+            Action(Kind.BOTH if together == q else Kind.INPUT_GRAD, index, microbatch, q, minibatch),
+        )
         for q, message in enumerate(stage.messages)
     ]
     if stage.weights is not None and together is None:
-        actions.append((stage.weights.far, Action(Kind.WEIGHT_GRAD, index, microbatch, None, minibatch)))
+        actions.append((stage.weights.farthest_loss, Action(Kind.WEIGHT_GRAD, index, microbatch, None, minibatch)))
     return [action for _, action in sorted(actions, key=lambda pair: pair[0])]
 
 

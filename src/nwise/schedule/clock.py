@@ -6,7 +6,7 @@ its inputs have arrived.
 
 Three things connect a cycle of calls with earlier ones. A machine starts again when it has finished its list: a forward comes
 after the updates of its rank, and nothing else synchronises ranks. A task of another age than the task whose result it needs
-takes the result of an earlier call. And a stage that is held back (`nwise.schedule.graph.held_back`) starts a forward only after
+takes the result of an earlier call. And under back pressure (`nwise.schedule.graph.back_pressure`) a stage starts a forward only after
 its activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
 """
 
@@ -132,7 +132,7 @@ def make_clock(schedule: Schedule) -> Clock:
         for task, needs in enumerate(graph.needs)
     ]
     # The next stage takes an activation at the start of its forward: at the end minus the duration.
-    for task, taker in graph.held_back:
+    for task, taker in graph.back_pressure:
         waits[task].append((taker, -time[taker], 1 + schedule.oldest))
     lists, names = [*schedule.by_rank], [*graph.tasks]
     if math.isinf(costs.bandwidth):

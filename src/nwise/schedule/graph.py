@@ -84,9 +84,9 @@ class TaskGraph:
         return tuple((task.minibatch + task.age) // len(self.flows) for task in self.tasks)
 
     @cached_property
-    def held_back(self) -> tuple[tuple[int, int], ...]:
+    def back_pressure(self) -> tuple[tuple[int, int], ...]:
         """Forwards with the task that must have begun `1 + oldest` cycles before: the next stage's, for their activation."""
-        stages = set(held_back(self.flows, self.placement, self.ages))
+        stages = set(back_pressure(self.flows, self.placement, self.ages))
         takers = [(n, a) for n, a in enumerate(self.tasks) if a.kind is Kind.FORWARD and a.stage - 1 in stages]
         return tuple((self.needs[taker][0].task, taker) for taker, _ in takers)
 
@@ -197,7 +197,7 @@ def _incomplete(rank: int, problem: str) -> ValueError:
     return ValueError(f"The list of rank {rank} should contain each of its actions once. Found {problem}.")
 
 
-def held_back(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
+def back_pressure(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
     """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
 
     The activation is that of the same micro-batch, `ages.oldest` + 1 cycles before. Without a delay only stages wait that do not

@@ -238,5 +238,5 @@ def urgency(action: Action, graph: TaskGraph) -> tuple[int, int, int]:
     """Return the place of a task among the ready ones of a rank; the smallest comes first."""
     kind, k, m, q, minibatch, _ = action
     if kind in INPUT_GRADS:  # the nearest loss first
-        return kind.urgency, graph.flows[minibatch][m].stages[k].cotangent(q).far - k, k
+        return kind.urgency, graph.flows[minibatch][m].stages[k].cotangent(q).farthest_loss - k, k
     return kind.urgency, 0, -k if kind is Kind.FORWARD else 0  # the deepest forward feeds the most stages

@@ -66,7 +66,7 @@ def peak_bytes(schedule: Schedule) -> tuple[float, ...]:
             if action.kind is Kind.FORWARD and i not in graphs:
                 peak -= kept[k]  # freed piece by piece
             cotangent = schedule.graph.stage(task).cotangent(action.message) if action.kind in PASSES else None
-            if cotangent is not None and (cotangent.is_new or cotangent.shared):
+            if cotangent is not None and (cotangent.is_sum or cotangent.shared):
                 peak += output[k]
             most = max(most, live + peak)
             live += begins[i]

@@ -209,7 +209,7 @@ def skewed(flows: BatchFlows, minibatch: int, *, fuse: bool = True, stride: int 
             return a.microbatch, -1, 0
         if a.kind is Kind.WEIGHT_GRAD:
             return a.microbatch + stride * farthest, farthest + 1, 0
-        distance = flows[a.microbatch].stages[a.stage].messages[a.message or 0].far - a.stage
+        distance = flows[a.microbatch].stages[a.stage].messages[a.message or 0].farthest_loss - a.stage
         return a.microbatch + stride * distance, distance, a.message or 0
 
     return [tuple(sorted(actions, key=key)) for actions in depth_first(flows, minibatch, fuse=fuse)]
@@ -217,7 +217,7 @@ def skewed(flows: BatchFlows, minibatch: int, *, fuse: bool = True, stride: int 
 
 def reach(flow: Flow) -> int:
     """Return the largest distance that a gradient travels, in stages."""
-    return max((s.weights.far - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
+    return max((s.weights.farthest_loss - k for k, s in enumerate(flow.stages) if s.weights is not None), default=0)
 
 
 def one_forward_one_backward(flows: BatchFlows, minibatch: int, *, fuse: bool = True) -> list[Actions]:

@@ -18,7 +18,7 @@ from nwise.flow import counted
 from nwise.schedule.actions import Kind
 from nwise.schedule.clock import make_clock
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import TaskGraph, held_back
+from nwise.schedule.graph import TaskGraph, back_pressure
 from nwise.schedule.schedule import Schedule, check_schedule
 
 _FREE = Costs(0, 0, 0, 0)
@@ -66,7 +66,7 @@ def buffers(schedule: Schedule) -> list[Buffer]:
     # (`nwise.runtime.channel`). Stages of one rank send each other nothing.
     cycles = 1 + schedule.oldest
     size = cycles * len(schedule.flows) * schedule.num_microbatches
-    limited = held_back(schedule.flows, schedule.placement, schedule.ages)
+    limited = back_pressure(schedule.flows, schedule.placement, schedule.ages)
     limits = []
     for k, (before, here) in enumerate(pairwise(schedule.placement), start=1):
         if before == here:

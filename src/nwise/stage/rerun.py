@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from nwise.randomness import kept, random_states, restore
+from nwise.randomness import random_states, restore, restoring
 from nwise.tensors import replaced
 
 
@@ -33,7 +33,7 @@ class FirstRun:
         """Run the body with what the run found; its graph keeps that, and the module has its present buffers again."""
         found = {buffer: value.clone() for buffer, value in self._found.items()}  # a later run needs the values too
         modes = {part: part.training for part in self._modes}
-        with kept(random_states()), replaced(self._stores, found):
+        with restoring(random_states()), replaced(self._stores, found):
             restore(self._random)
             try:
                 _set(self._modes)

@@ -36,7 +36,7 @@ from nwise.stage.kept import keep
 from nwise.stage.rerun import FirstRun
 from nwise.stage.tape import Cotangents, Messages, Tape
 from nwise.stage.weights import Copies, InMemory, Weights
-from nwise.tensors import Tensors, anew, as_argument, as_leaves, asks, call, each, run_module, run_unchanged
+from nwise.tensors import Tensors, anew, as_argument, as_leaves, asks, each, invoke, run_module, run_unchanged
 
 __all__ = ["LossFn", "Stage"]
 
@@ -143,7 +143,7 @@ class Stage:
             if tape.weights.copied and action.kind is not Kind.INPUT_GRAD:
                 tape.weights.hand_over()
             if again:
-                gradients = tape.apart(gradients, given)
+                gradients = tape.clone_if_aliased(gradients, given)
                 if frees:
                     tape.outputs = each(tape.outputs, _detach) if tape.head_left else ()
                     tape.tracked = False
@@ -221,7 +221,7 @@ class Stage:
     def loss(self, leaves: Tensors, target: Tensors | None) -> object:
         """Return what the head's loss returns for the outputs of a forward."""
         try:
-            output = call(self.head, leaves) if self.head is not None else as_argument(leaves)
+            output = invoke(self.head, leaves) if self.head is not None else as_argument(leaves)
             return self.loss_fn(output, None if target is None else as_argument(target))
         except (TypeError, AttributeError, ValueError, RuntimeError, IndexError) as error:
             explain(error, f"stage {self.index}", leaves, target)

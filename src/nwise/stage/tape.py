@@ -80,7 +80,7 @@ class Tape:
                 seeds.append(total.clone() if cotangent.shared else total)
         return roots, seeds
 
-    def apart(self, gradients: Cotangents, messages: Messages) -> Cotangents:
+    def clone_if_aliased(self, gradients: Cotangents, messages: Messages) -> Cotangents:
         """Return gradients of a pass that share no memory with what a later pass of this micro-batch reads."""
         held = [self.own, *messages.values()]
         if self.kept is not None:

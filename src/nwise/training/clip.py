@@ -25,10 +25,10 @@ from nwise.strategies import Strategy
 __all__ = ["Clip", "ClipBy", "clip_grad_norm_", "clip_groups"]
 
 ClipBy = Literal["global", "stage", "loss"]
-Part = tuple[int, bool]  # a stage's own parameters (False) or its head's (True)
+ParamGroup = tuple[int, bool]  # a stage's own parameters (False) or its head's (True)
 
 
-def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) -> list[tuple[Part, ...]]:
+def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) -> list[tuple[ParamGroup, ...]]:
     """Return the groups of parts that share a norm, by default for the strategy of the next step; `by` as for `Clip`.
 
     >>> stages, heads = [nn.Linear(2, 2) for _ in range(3)], [nn.Linear(2, 2) for _ in range(2)]
@@ -40,7 +40,7 @@ def clip_groups(pipe: Pipeline, by: ClipBy, strategy: Strategy | None = None) ->
         raise ValueError(f"`clip_by` should be global, stage or loss. Found {by!r}.")
     credit = cycle_credit(strategy or pipe.strategy, pipe.num_stages)
     # A column of the credit matrix has the losses that a stage learns from. Equal columns make a group.
-    groups: dict[object, list[Part]] = defaultdict(list)
+    groups: dict[object, list[ParamGroup]] = defaultdict(list)
     for stage in range(pipe.num_stages):
         for is_head in (False, True) if stage in pipe.heads else (False,):
             losses = (stage,) if is_head else tuple(credit[:, stage].nonzero().flatten().tolist())
@@ -95,7 +95,7 @@ class Clip:
         processes, owned = self._pipe.processes, self._owned()
         # Without shared groups no rank waits for another, so there is no call to announce.
         if self._shared:
-            processes.begin("clipping")
+            processes.announce("clipping")
         mine = [(stages, group) for stages, group in self._groups if set(stages) & set(processes.here)]
         # One number per part, zero for a part in another process. So each sum has its terms in the same order on any number
         # of processes, and the norm is bitwise the same.
@@ -107,9 +107,9 @@ class Clip:
                 nn.utils.clip_grads_with_norm_(parameters, self._max_norm, kind)
         return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
-    def _owned(self) -> dict[Part, list[nn.Parameter]]:
+    def _owned(self) -> dict[ParamGroup, list[nn.Parameter]]:
         """Return the parameters of every part; one that heads share belongs to the first part that has it."""
-        owned: dict[Part, list[nn.Parameter]] = {}
+        owned: dict[ParamGroup, list[nn.Parameter]] = {}
         seen: set[nn.Parameter] = set()
         for stage, is_head in (part for _, group in self._groups for part in group):
             module = self._pipe.heads.get(stage) if is_head else self._pipe.stages[stage]

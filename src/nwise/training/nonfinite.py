@@ -135,7 +135,7 @@ class NonFiniteGuard:
             if group & set(bad):
                 count = sum(main or (k == j and head) for k, (main, head) in bad.items() if k in group)
                 rows[j] = tuple(sorted(group)), torch.tensor([float(count)])
-        self._pipe.processes.begin("a `NonFiniteGuard`")
+        self._pipe.processes.announce("a `NonFiniteGuard`")
         sums = self._sums([*rows.values()])
         bad_losses = {j for j, total in zip(rows, sums, strict=True) if total}
         left_out = [k for k in bad if any(k in self._learners[j] and (j != k or self._trains[k]) for j in bad_losses)]

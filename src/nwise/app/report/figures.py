@@ -165,7 +165,7 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
         # A gradient crosses for every later loss that trains an earlier stage; those in one message share a lane.
         for lane, message in enumerate(flow.stages[k].messages):
             y = -0.06 - 0.11 * lane
-            _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.far % len(COLOURS)])
+            _arrow(axes, (k - 0.33, y), (k - 0.67, y), COLOURS[message.farthest_loss % len(COLOURS)])
     for k in range(num_stages):
         losses = [j for j in range(num_stages) if credit[j, k]]
         whole = len(losses) > 2 and losses[-1] - losses[0] == len(losses) - 1

@@ -82,7 +82,7 @@ class Picture:
     def farthest_loss(self, event: Event) -> int | None:
         """Return the loss that a backward pass comes from; of several, the farthest."""
         kind, k, m, q, minibatch, _ = event.action
-        return self.schedule.flows[minibatch][m].stages[k].cotangent(q).far if kind in PASSES else None
+        return self.schedule.flows[minibatch][m].stages[k].cotangent(q).farthest_loss if kind in PASSES else None
 
 
 def row_names(placement: Placement) -> list[str]:
