@@ -42,7 +42,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
 # The whole test suite was run with both, and with 2.13; `pyproject.toml` has the same bounds.
-OLDEST, NEWEST = (2, 11), (2, 15)
+OLDEST = (2, 11)
+NEWEST = (2, 15)
 
 
 def unchecked(version: str) -> str | None:
@@ -131,7 +132,8 @@ def with_hooks(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return a parameter's own dictionaries of hooks: on its gradient, and after the gradient is added to ``.grad``."""
-    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    before = parameter._backward_hooks
+    after = parameter._post_accumulate_grad_hooks
     return {} if before is None else before, {} if after is None else after
 
 

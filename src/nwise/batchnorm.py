@@ -37,7 +37,8 @@ class DeferredBatchNorm(BatchNorm):
         super().__init__(
             original.num_features, original.eps, original.momentum, original.affine, original.track_running_stats
         )
-        self.weight, self.bias = original.weight, original.bias
+        self.weight = original.weight
+        self.bias = original.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             setattr(self, name, getattr(original, name))
         assert self.running_mean is not None
@@ -55,7 +56,8 @@ class DeferredBatchNorm(BatchNorm):
             #
             #     [B, C, H, W] -> [C, B * H * W] -> count, sum, sum of squares, [3, C]
             values = input.detach().double().transpose(0, 1).flatten(1)
-            total, squares = values.sum(1), values.square().sum(1)
+            total = values.sum(1)
+            squares = values.square().sum(1)
             self._sums += torch.stack([torch.full_like(total, values.shape[1]), total, squares])
         return functional.batch_norm(input, mean, variance, self.weight, self.bias, self.training, 0.0, self.eps)
 
@@ -88,8 +90,11 @@ class DeferredBatchNorm(BatchNorm):
     def commit(self) -> None:
         """Move the running statistics by what has been collected."""
         # Without a look at the values: a look waits for the device, and cannot be captured.
-        count, total, squares = self._sums[0, 0], self._sums[1], self._sums[2]
-        moves, count = count > 0, count.clamp(min=1)
+        count = self._sums[0, 0]
+        total = self._sums[1]
+        squares = self._sums[2]
+        moves = count > 0
+        count = count.clamp(min=1)
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

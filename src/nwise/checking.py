@@ -104,7 +104,8 @@ def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: b
     Raises:
         ContractError: a finding is an error.
     """
-    begin, found = time.perf_counter(), defaultdict[str, list[str]](list)
+    begin = time.perf_counter()
+    found = defaultdict[str, list[str]](list)
     for k in received.stages:
         buffers = buffers_of(received.stages[k])  # a loss that is a function is not copied
         try:
@@ -122,7 +123,8 @@ def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: b
             found[findings.AGAIN if NO_HOOKS in said else findings.NOTE].append(said[:200])
     if pipe.processes.num_replicas > 1:
         found[findings.REPLICAS] += unlike(pipe.processes, pipe.state_dict())
-    parts, took = pipe.processes.gather("check", found), time.perf_counter() - begin
+    parts = pipe.processes.gather("check", found)
+    took = time.perf_counter() - begin
     kinds = (*findings.KINDS, findings.NOTE)
     where = {kind: list(dict.fromkeys(one for part in parts for one in part.get(kind, ()))) for kind in kinds}
     notes = where.pop(findings.NOTE)
@@ -138,13 +140,16 @@ def judge(pipe: Pipeline, received: Received, device: torch.device, *, raises: b
 
 def _compare(received: Received, k: int, found: dict[str, list[str]]) -> None:
     """Compare a stage."""
-    twin, work = Twin(received, k), list(received.work[k].values())
+    twin = Twin(received, k)
+    work = list(received.work[k].values())
     step = twin.step(work)
-    twice, plain = differences(step.numbers, twin.step(work).numbers), twin.plain(work)
+    twice = differences(step.numbers, twin.step(work).numbers)
+    plain = twin.plain(work)
     if received.stages[k].learns and work[0].flow.weights is not None and not plain.tracked:
         found[findings.NOTHING].append(f"stage {k}")
         return
-    apart, moved = differences(step.numbers, plain.numbers), differences(step.buffers, plain.buffers)
+    apart = differences(step.numbers, plain.numbers)
+    moved = differences(step.buffers, plain.buffers)
     if apart or twice or moved or plain.leaves:
         again = twin.plain(work)
         shapes = sorted(list(x.shape) for x in plain.leaves & again.leaves)
@@ -188,10 +193,13 @@ class Twin:
     """A copy of a stage, with its head and loss, that computes from what the stage received; raises if it cannot be copied."""
 
     def __init__(self, received: Received, k: int) -> None:
-        own, self._received, self._k = received.stages[k], received, k
+        own = received.stages[k]
+        self._received = received
+        self._k = k
         module, head, loss = _copied(own)
         self._stage = Stage(k, module, head, loss or own.loss_fn)
-        self._modules, self._buffers = self._stage.survey(module, head), buffers_of(self._stage)
+        self._modules = self._stage.survey(module, head)
+        self._buffers = buffers_of(self._stage)
         self._parameters = [
             (p, f"{what}.{k}.{name}", original)
             for what, part, twin in (("stages", own.module, module), ("heads", own.head, head))
@@ -201,7 +209,9 @@ class Twin:
 
     def step(self, work: Sequence[Work]) -> Values:
         """Run the stage's tasks as the engine does."""
-        values, batch, schedule = self._begin(), self._batch(work), self._received.schedule
+        values = self._begin()
+        batch = self._batch(work)
+        schedule = self._received.schedule
         tapes = self._stage.tapes(schedule, self._received.number % len(schedule.flows), batch)
         given = {
             one.microbatch: {None: one.inputs, **{q: clones(message) for q, message in one.messages.items()}}
@@ -221,10 +231,14 @@ class Twin:
             work: the micro-batches.
             seed: what is added to the seed of random numbers. Default: nothing.
         """
-        values, batch, stage, k = self._begin(), self._batch(work, seed), self._stage, self._k
+        values = self._begin()
+        batch = self._batch(work, seed)
+        stage = self._stage
+        k = self._k
         own = list(stage.module.buffers())
         for one in work:
-            m, start = one.microbatch, values_of(own)
+            m = one.microbatch
+            start = values_of(own)
             tape = self._forward(one, one.flow, batch)
             roots: list[Any] = list(tape.outputs)
             values.outputs.append(each(tape.outputs, Tensor.detach))
@@ -235,7 +249,8 @@ class Twin:
                 stage.run(Action(Kind.HEAD, k, m), tape, {})
             ends = {node.variable for node in nodes_of(roots) if hasattr(node, "variable")}
             values.leaves |= ends - {p for p, *_ in self._parameters} - {*tape.inputs}
-            after, passes = values_of(own), list(single_passes(one.flow))
+            after = values_of(own)
+            passes = list(single_passes(one.flow))
             for q, flow in passes:
                 restore(start)
                 fresh = self._forward(one, flow, batch)
@@ -257,7 +272,8 @@ class Twin:
             for one in self._modules:
                 one.training &= not (everything or isinstance(one, Norm) or type(one).__module__.startswith("torch.nn"))
             both = joined(work, counts, first=not self._k)
-            parts, whole = self.plain(work), self.plain([both])
+            parts = self.plain(work)
+            whole = self.plain([both])
             if (found := self._apart(parts, whole, 0)) is None:
                 return None
             with suppress(Exception):  # samples may lie in a later dimension of the same size
@@ -342,7 +358,8 @@ def _copied(own: Stage) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
 
 def _left_out(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the parameters that an optimizer leaves out, and how many it has of something else."""
-    trained, held = {p for group in optimizer.param_groups for p in group["params"]}, dict(pipe.named_parameters())
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    held = dict(pipe.named_parameters())
     idle = tuple(f"heads.{k}." for k in {*range(pipe.num_stages)} - pipe.needed_heads())
     found = [name for name, p in held.items() if p.requires_grad and p not in trained and not name.startswith(idle)]
     if strangers := trained - {*held.values()}:

@@ -97,9 +97,11 @@ def needed(module: str, extra: str, what: str) -> Any:
 
 def warn(text: str) -> None:
     """Warn at the line, outside the library, that led to the caller."""
-    frame, level = inspect.currentframe(), 1
+    frame = inspect.currentframe()
+    level = 1
     while frame is not None and _is_inside(str(frame.f_globals.get("__name__"))):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(text, stacklevel=level)
 
 

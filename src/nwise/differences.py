@@ -35,7 +35,8 @@ def gap(a: Tensor | None, b: Tensor | None, floor: float = 0.0) -> float:
         return float(any(x is not None and x.any() for x in (a, b)))
     if a.shape != b.shape:
         return math.inf
-    kind, dtype = a.device.type, a.dtype if a.is_floating_point() or a.is_complex() else torch.float64
+    kind = a.device.type
+    dtype = a.dtype if a.is_floating_point() or a.is_complex() else torch.float64
     lowest = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     # A network of float64 may have parts in float32; sums on a GPU have another order each time.
     bound = max(1e-5 if kind == "cpu" else 1e-2, *(torch.finfo(one).eps ** 0.5 for one in (dtype, lowest)))

@@ -113,10 +113,13 @@ def answer(
     #
     #     stage 0    rows 0 1 2 3 4    leave 1 3
     #     stage 1    rows 0 2 4        leave 0 2 4        together: 1 3 0 2 4, sorted at the end
-    size, last = batch_size(inputs, "The input of `exit`"), len(stages) - 1
+    size = batch_size(inputs, "The input of `exit`")
+    last = len(stages) - 1
     if not size:
         raise ValueError("The input of `exit` should have at least one sample. Found none.")
-    rows, hidden, device = torch.arange(size), inputs, device or inputs[0].device
+    rows = torch.arange(size)
+    hidden = inputs
+    device = device or inputs[0].device
     parts: list[tuple[Tensor, ...]] = []  # row, output, stage and confidence of the samples that leave at a stage
     for k in processes.here:
         if k and k - 1 not in processes.here:
@@ -125,7 +128,8 @@ def answer(
             if len(rows):
                 hidden = each(processes.receive(processes.stage_rank(k - 1)), lambda x: x.to(device))
         if len(rows):
-            seen, hidden = hidden, run_module(stages[k], hidden, f"The output of stage {k}")
+            seen = hidden
+            hidden = run_module(stages[k], hidden, f"The output of stage {k}")
             if k == last or k in thresholds:
                 output = hidden if k == last else heads.run(k, hidden)
                 logits, sure = confidence_of(rules[k], output, seen, k, getattr(stages[k], "input_names", ()))
@@ -138,7 +142,8 @@ def answer(
                 here = leaves.cpu()
                 if here.any():  # else the tensors stay as they are, without a copy
                     parts.append((rows[here], logits[leaves], torch.full_like(rows[here], k), sure[leaves]))
-                    rows, hidden = rows[~here], _select(hidden, ~leaves, k)
+                    rows = rows[~here]
+                    hidden = _select(hidden, ~leaves, k)
         if k < last and k + 1 not in processes.here:
             processes.send((rows,), processes.stage_rank(k + 1))
             if len(rows):

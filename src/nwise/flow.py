@@ -199,7 +199,8 @@ def flows_for(
                 f"values. Found {kind}."
             )
         flows.append(find_flow(matrix, trainable=trainable, probes=probes))
-    steps, microbatches = range(strategy.turns), range(num_microbatches)
+    steps = range(strategy.turns)
+    microbatches = range(num_microbatches)
     return tuple(tuple(flows[strategy.turn(step, m)] for m in microbatches) for step in steps)
 
 
@@ -211,7 +212,8 @@ def single_passes(flow: StageFlow) -> Iterator[tuple[int | None, StageFlow]]:
     """
 
     def apart(cotangent: Cotangent) -> Iterator[Cotangent]:
-        weights, total = (cotangent.own, *cotangent.received), cotangent.total
+        weights = (cotangent.own, *cotangent.received)
+        total = cotangent.total
         for place in [i for i, weight in enumerate(weights) if weight]:
             own, *received = (weight * (i == place) for i, weight in enumerate(weights))
             yield replace(cotangent, own=own, received=tuple(received), total=total, shared=True)

@@ -167,7 +167,8 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
         kinds = ", ".join(type(stage).__name__ for stage in stages)
         raise TypeError(f"`stages` should be `nwise.Chain`s, as from `nwise.split`. Found {kinds}; call `split` first.")
     pieces = join(stages).pieces()
-    names, repeated = list(pieces), repeated_blocks(pieces)
+    names = list(pieces)
+    repeated = repeated_blocks(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):
         raise ValueError(
             f"`blocks` should be an integer from 0 to the network's {len(repeated)} blocks. Found {blocks!r}."

@@ -54,7 +54,8 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
             raise ValueError(
                 f"`fraction` should be above 0 and at most 1. Found {fraction}; 0.25 stands for a quarter of the tokens."
             )
-        self.at_once, self.fraction = at_once, fraction
+        self.at_once = at_once
+        self.fraction = fraction
 
     def forward(self, logits: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         hidden, weight = (logits, None) if isinstance(logits, Tensor) else logits
@@ -68,10 +69,12 @@ class TokenCrossEntropy(nn.CrossEntropyLoss):
                 "`TokenCrossEntropy` should be the mean over tokens of equal weight. Found an assigned `weight` or `reduction`; "
                 "use `nn.CrossEntropyLoss` on logits of shape [B, V, T]."
             )
-        rows, labels = hidden.flatten(0, 1), target.flatten()
+        rows = hidden.flatten(0, 1)
+        labels = target.flatten()
         if self.fraction < 1 and self.training:
             drawn = self._draw(labels)
-            rows, labels = rows[drawn], labels[drawn]
+            rows = rows[drawn]
+            labels = labels[drawn]
         if weight is None:
             return super().forward(rows, labels)
         options = (self.ignore_index, self.label_smoothing, self.at_once)
@@ -118,11 +121,14 @@ class _Sliced(torch.autograd.Function):
         # 131,072 tokens and a vocabulary of 50,257 at 2^28 logits: 25 slices of 5,341 tokens.
         counted = target != ignored
         rows = max(1, at_once // len(weight))
-        losses, to_hidden, to_weight = [], [], torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        losses = []
+        to_hidden = []
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for x, y, counts in zip(*(part.split(rows) for part in (hidden, target, counted)), strict=True):
             logits = functional.linear(x, weight)  # in bf16 under autocast
             wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-            log_p, y = wide.log_softmax(-1), torch.where(counts, y, 0)[:, None]
+            log_p = wide.log_softmax(-1)
+            y = torch.where(counts, y, 0)[:, None]
             del wide
             # -(1 - s) log p[y] - s mean(log p), of every row; its gradient to the logits is p - (1 - s) onehot(y) - s / V.
             each = (smoothing - 1) * log_p.gather(1, y)[:, 0] - smoothing * log_p.mean(-1)

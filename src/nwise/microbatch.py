@@ -81,7 +81,8 @@ def full_like(tensor: Tensor, weight: Weight) -> Tensor:
 
 def _mean(losses: Sequence[Tensor], weights: Sequence[Weight], total: Weight) -> Tensor:
     """Return the mean of losses with weights of this total; nan if all weights are 0."""
-    loss, weight = losses[0], weights[0]
+    loss = losses[0]
+    weight = weights[0]
     if len(losses) == 1 and not isinstance(weight, Tensor) and weight:
         return loss
     # The weights are all tensors, or all numbers.

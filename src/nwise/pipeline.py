@@ -205,16 +205,20 @@ class Pipeline(Program):
             nwise.runtime.calls.RankError: a rank failed.
         """
         check_surroundings()
-        processes, m, number = self.processes, self._num_microbatches, self._steps
+        processes = self.processes
+        m = self._num_microbatches
+        number = self._steps
         batch = inputs, named, target, microbatches, targets
         parts = cut_batch(*batch, m, processes.num_replicas, self._stages[0].module)
         structure = self._survey()
-        schedule, engine = self._next_schedule(structure), self._connected(parts.inputs[0])
+        schedule = self._next_schedule(structure)
+        engine = self._connected(parts.inputs[0])
         engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
         if self._begins:
             check_first(processes, parts, self.named_parameters(), schedule)
             self._begins = False
-        seed, judge = derive(self._seed, number), None if self._checks == "never" else self._judge
+        seed = derive(self._seed, number)
+        judge = None if self._checks == "never" else self._judge
         step = Step(number, seed, parts, self._terms, schedule, structure, engine, self.on_action, judge)
         runner = self.runner
         results = step.run(StepSeeds(seed, processes.replica * m)) if runner is None else runner(step)
@@ -302,7 +306,9 @@ class Pipeline(Program):
 
     def checked_step(self, *inputs: Input, **batch: Any) -> Report:
         """Run a mini-batch as `step` does, with all gradients that are due later, and compare it (`nwise.check`)."""
-        checks, self._checks, self._begins = self._checks, "asked", True
+        checks = self._checks
+        self._checks = "asked"
+        self._begins = True
         try:
             self.step(*inputs, **batch)
             while self.drain():
@@ -351,7 +357,8 @@ class Pipeline(Program):
     def _connected(self, inputs: Tensors) -> Engine:
         """Return the engine of this process's stages; all processes make the first call together, to connect."""
         if self._engine is None:
-            device, stages = self._device(*inputs[:1]), [self._stages[k] for k in self.processes.here]
+            device = self._device(*inputs[:1])
+            stages = [self._stages[k] for k in self.processes.here]
             self._engine = Engine(self.processes, stages, device or torch.device("cpu"), self._compression)
         return self._engine
 

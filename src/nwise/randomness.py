@@ -42,7 +42,8 @@ class StepSeeds:
     """
 
     def __init__(self, seed: int = 0, first: int = 0) -> None:
-        self.seed, self.first = seed, first
+        self.seed = seed
+        self.first = first
 
     def run(self, part: StreamKey, device: torch.device, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that runs a part, with the global generators seeded for it; return what it returns."""

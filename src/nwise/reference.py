@@ -55,7 +55,8 @@ def reference_grads(
     given = [copy.deepcopy(head) for head in heads or []]
     heads = [*given, *[None] * (len(stages) - len(given))]
     losses = list(loss_fn) if isinstance(loss_fn, Sequence) else [loss_fn] * len(stages)
-    parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
+    parts = _cut(x, num_microbatches)
+    targets = _cut(y, num_microbatches)
     sizes = [len(index) for index in torch.arange(len(_first(x))).tensor_split(num_microbatches)]
     counts = [float(size if count is None else count(target)) for size, target in zip(sizes, targets, strict=True)]
     credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
@@ -173,7 +174,8 @@ def in_memory_grads(
             grads[f"stages.{k}.{name}"] = torch.zeros_like(parameter)
         _, _, x, y, credit = calls[then]
         credits = credit.expand(num_microbatches, -1, -1) if credit.ndim == 2 else credit
-        parts, targets = _cut(x, num_microbatches), _cut(y, num_microbatches)
+        parts = _cut(x, num_microbatches)
+        targets = _cut(y, num_microbatches)
         for part, target, matrix in zip(parts, targets, credits, strict=True):
             for j in range(k, len(ages)):
                 if matrix[j, k] and len(_first(part)):
@@ -196,8 +198,11 @@ def _passed(
     passing: Sequence[int],
 ) -> dict[str, Tensor]:
     """Return the gradients of loss `j` that reach stage `k`, of a micro-batch of call `then`."""
-    stages, head = copy.deepcopy(calls[then].stages), dict(enumerate(calls[then].heads)).get(j)
-    hidden, ins, outs = x, [], []
+    stages = copy.deepcopy(calls[then].stages)
+    head = dict(enumerate(calls[then].heads)).get(j)
+    hidden = x
+    ins = []
+    outs = []
     for i in range(j + 1):
         if i:
             hidden = hidden.detach().requires_grad_()

@@ -45,7 +45,8 @@ class Named(tuple[Tensor, ...]):
         # Processes that agree on names agree on the order of the tensors in a message.
         names = sorted(values)
         made = super().__new__(cls, (values[name] for name in names))
-        made.names, made.order = tuple(names), tuple(values)
+        made.names = tuple(names)
+        made.order = tuple(values)
         return made
 
     def __getnewargs__(self) -> tuple[dict[str, Tensor]]:

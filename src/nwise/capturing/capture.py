@@ -153,7 +153,8 @@ class Capture:
         draws = Observed(step.seed)
         with self._graphs.beside():
             results = step.run(draws)
-        kind.steps, kind.drawing = kind.steps + 1, draws.drawing
+        kind.steps = kind.steps + 1
+        kind.drawing = draws.drawing
         return results
 
     def _record(self, step: Step, kind: StepKind) -> Recording:
@@ -188,7 +189,9 @@ class Capture:
     def _look(self, step: Step) -> None:
         """Take the present modules as those that the next steps are recorded with; earlier recordings are forgotten."""
         if self._kinds:
-            self._kinds, self._graphs, self._changes = {}, make_graphs(step.engine.device), self._changes + 1
+            self._kinds = {}
+            self._graphs = make_graphs(step.engine.device)
+            self._changes = self._changes + 1
             if self._changes > _LIMIT:
                 self._stop(f"modules or what is trained changed {_LIMIT} times in close succession")
         self._structure = step.structure
@@ -232,7 +235,8 @@ def refuse_hooks(modules: Iterable[nn.Module], hooked: Sequence[Tensor]) -> None
 
 def _replay(step: Step, recording: Recording, given: Sequence[Tensor]) -> Results:
     """Replay a step: copy the batch, compute, and hand out gradients and losses."""
-    learns, draws = step.structure.learns, StepSeeds(step.seed)
+    learns = step.structure.learns
+    draws = StepSeeds(step.seed)
     before = [p.grad for p in learns]
 
     with torch.no_grad():
@@ -290,7 +294,8 @@ def _key(step: Step, given: Sequence[Tensor | None]) -> Hashable:
     known = tuple(names(tensors or ()) for tensors in (*step.parts.inputs[:1], *step.parts.targets[:1]))
     autocast = autocast_dtype(step.engine.device)
     modes = tuple([module.training for module in step.structure.modules])
-    exact, precision = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    exact = torch.are_deterministic_algorithms_enabled()
+    precision = torch.get_float32_matmul_precision()
     return step.schedule.digest, step.schedule.flows[call], call, batch, known, modes, exact, precision, autocast
 
 

@@ -36,7 +36,9 @@ class CudaGraph:
     """
 
     def __init__(self, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
-        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+        self._stream = stream
         self._generator = torch.cuda.default_generators[device.index]
         self._streams: list[torch.Generator] = []
 
@@ -77,7 +79,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def new(self) -> CudaGraph:
         """Return an empty graph."""
@@ -148,7 +151,8 @@ class Recorded(StepSeeds):
         parts: list[StreamKey] = [("other", 0, 0), *drawing.elements()]
         self._streams = {part: [i for i, one in enumerate(parts) if one == part] for part in drawing}
         self.graph: Seeded = graphs.new(), parts
-        self._open, self._part = ExitStack(), ""
+        self._open = ExitStack()
+        self._part = ""
 
     def __enter__(self) -> Self:
         graph, parts = self.graph

@@ -91,7 +91,10 @@ class Checkpoints:
         for package in ("safetensors", "filelock"):
             needed(package, "checkpoint", "A checkpoint")
         check_names(pipe)
-        self.folder, self._pipe, self._keep, self._keep_best = Path(folder), pipe, keep, keep_best
+        self.folder = Path(folder)
+        self._pipe = pipe
+        self._keep = keep
+        self._keep_best = keep_best
         self._processes = pipe.processes
         state.present_state(pipe, None)
         self._optimizer: torch.optim.Optimizer | None = None
@@ -191,7 +194,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until everything has been written."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             with self._processes.telling():
                 writing.result()

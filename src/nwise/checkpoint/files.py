@@ -75,7 +75,8 @@ def write(
     #     rank 0   step-9.part -> step-9, flush          the new step 9
     #
     # All ranks meet after the first three lines and after the last, so an error of one is raised by all.
-    partial, rank = folder.with_name(folder.name + PARTIAL), _place(group)[0]
+    partial = folder.with_name(folder.name + PARTIAL)
+    rank = _place(group)[0]
     try:
         together(group, lambda: _begin(partial) if rank == 0 else None)
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)

@@ -20,7 +20,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._path = folder, folder / ".lock"
+        self._folder = folder
+        self._path = folder / ".lock"
         self._lock: Any = None
 
     def acquire(self) -> None:

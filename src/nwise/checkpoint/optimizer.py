@@ -149,7 +149,9 @@ class SavedOptimizer:
         layout: Mapping[str, Tensor],  # the checkpoint's tensors, without values
         stage: int,  # the first one of this process
     ) -> None:
-        self._optimizer, self._parts, self._layout = optimizer, parts, layout
+        self._optimizer = optimizer
+        self._parts = parts
+        self._layout = layout
         groups = optimizer.param_groups
         updated = {p for group in groups for p in group["params"]}
         self._parameters = {name: p for name, p in parameters.items() if p in updated}
@@ -225,7 +227,8 @@ class SavedOptimizer:
         optimizer.load_state_dict({**present, **self._rest["other"]})
         for p, state in self._states.items() if is_torchs else ():
             optimizer.state[p] = state
-        saved, now = self._parts[0]["defaults"] if self._parts and settings else {}, optimizer.defaults
+        saved = self._parts[0]["defaults"] if self._parts and settings else {}
+        now = optimizer.defaults
         changed = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
         dropped = ", ".join(self._dropped[:3]) + (", ..." if len(self._dropped) > 3 else "")
         return [
@@ -241,7 +244,8 @@ class SavedOptimizer:
         if name in self._parameters:
             return self._parameters[name].detach()
         if name not in self.fresh:
-            like, is_step = self._layout[name], name.endswith(_STEP)
+            like = self._layout[name]
+            is_step = name.endswith(_STEP)
             on_host = name in self._host or (is_step and p not in self._counted)
             device = torch.device("cpu") if on_host else p.device
             # As in torch, a state in the dtype of its parameter follows it.

@@ -173,7 +173,8 @@ def restore(
         ValueError: the checkpoint is of another network; nothing has changed.
     """
     # In order: compare names and shapes, find where each tensor goes, read all of them, and only then change the pipeline.
-    facts, layout = files.read_facts(folder), files.read_layout(folder)
+    facts = files.read_facts(folder)
+    layout = files.read_layout(folder)
     sizes = {name: tensor.shape for name, tensor in layout.items()}
     _check_same_network(folder, pipe, sizes)
     # A head belongs to the place where its stage ends, not to the stage's number:
@@ -188,7 +189,8 @@ def restore(
     new: dict[str, list[int]] = {"heads": [], "losses": []}
     for k in pipe.processes.here:
         for what, stages in new.items():
-            here, saved = under(present, f"{what}.{k}."), f"{what}.{old_stages[k]}."
+            here = under(present, f"{what}.{k}.")
+            saved = f"{what}.{old_stages[k]}."
             if under(sizes, saved) == {name: tensor.shape for name, tensor in here.items()}:
                 names |= {f"{what}.{k}.{name}": saved + name for name in here}
             elif here or what == "losses":

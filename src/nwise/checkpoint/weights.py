@@ -32,7 +32,8 @@ def gather_weights(pipe: Pipeline) -> dict[str, Tensor]:
         ValueError: two stages use the same name.
     """
     check_names(pipe)
-    processes, weights = pipe.processes, local_weights(pipe)
+    processes = pipe.processes
+    weights = local_weights(pipe)
     if processes.size == 1:
         return weights
     with processes.telling("the collection of weights"):
@@ -101,7 +102,8 @@ def load_main_state(pipe: Pipeline, state: dict[str, Tensor]) -> None:
     Raises:
         ValueError: a name is missing or unknown, or a shape differs.
     """
-    expected, state = set(main_state(pipe)), {plain_name(name): tensor for name, tensor in state.items()}
+    expected = set(main_state(pipe))
+    state = {plain_name(name): tensor for name, tensor in state.items()}
     # All names are compared before any stage is loaded: an error leaves the network as it was.
     if odd := min(expected ^ set(state), default=""):
         problem = "no" if odd in expected else "an unknown name,"

@@ -66,7 +66,8 @@ def _embed(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
 
 def _logits(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     """Call the output matrix, then scale or bound the logits as some configurations ask."""
-    logits, config = piece(x), context.config
+    logits = piece(x)
+    config = context.config
     logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
     logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
     bound = getattr(config, "final_logit_softcapping", None)  # Gemma
@@ -154,7 +155,8 @@ def _t5_begin_decoder(piece: nn.Module, x: Tensor, context: CallContext) -> Tens
 
 
 def _t5_block(piece: nn.Module, x: Tensor, context: CallContext, decoder: bool = False) -> Tensor:
-    mask, bias = context.mask(x, "decoder" if decoder else "bidirectional"), context.given.get(_BIAS)
+    mask = context.mask(x, "decoder" if decoder else "bidirectional")
+    bias = context.given.get(_BIAS)
     encoded = (context.given[_ENCODED], context.mask(x, "cross")) if decoder else ()
     # The first block has the table of biases and makes them; it returns what later blocks get.
     x, context.given[_BIAS], _ = piece(x, mask, bias, *encoded, **context.attention())
@@ -192,7 +194,8 @@ def _whisper_encoder_block(piece: nn.Module, x: Tensor, context: CallContext) ->
 def _whisper_decoder_block(piece: nn.Module, x: Tensor, context: CallContext) -> Tensor:
     if _is_left_out(piece, context.config.decoder_layerdrop):
         return x
-    mask, encoded = context.mask(x, "decoder"), context.given[_ENCODED]
+    mask = context.mask(x, "decoder")
+    encoded = context.given[_ENCODED]
     return piece(x, mask, encoded, use_cache=False, **context.attention())
 
 

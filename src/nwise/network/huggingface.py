@@ -149,7 +149,10 @@ class HuggingFaceStage(Chain):
         ends: bool,
     ) -> None:
         super().__init__(pieces)
-        self.family, self.kind, self.config, self.ends = family, kind, config, ends
+        self.family = family
+        self.kind = kind
+        self.config = config
+        self.ends = ends
         self.input_names = family.inputs if begins else (HIDDEN_STATES, *family.carried)
         self._calls = {name: family.call_for(name) for name in pieces}
         self._shared = tuple(shared)

@@ -140,7 +140,8 @@ class Vocabulary(nn.Sequential):
 
     def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         *before, matrix = self.children()
-        hidden, weight = x_BTD, matrix.weight
+        hidden = x_BTD
+        weight = matrix.weight
         for layer in before:
             hidden = layer(hidden)
         assert isinstance(weight, Tensor)  # under a delay a copy of the parameter

@@ -143,9 +143,11 @@ def even_starts(model: nn.Module, num_stages: int, before: Mapping[str, Callable
     #     depth 0    stem | features | fc              one block of each class
     #     depth 1    stem | a | b | c | d | e | fc     five of one class
     for depth in count():
-        before_that, pieces = pieces, _pieces(model, partial(_is_sequence_above, depth), before)
+        before_that = pieces
+        pieces = _pieces(model, partial(_is_sequence_above, depth), before)
         if len(found := repeated_blocks(pieces)) > len(blocks):
-            blocks, kind = found, type(pieces[found[0]]).__name__
+            blocks = found
+            kind = type(pieces[found[0]]).__name__
         if num_stages <= len(blocks) or pieces.keys() == before_that.keys():
             break
     if not 1 <= num_stages <= len(blocks):
@@ -229,7 +231,8 @@ def _refuse_custom(model: nn.Module, pieces: Iterable[str], *, compared: bool) -
     """Refuse a module that the stages open, if a custom forward, order of its children or change of modes would be lost."""
     opened = {path for name in pieces for path in accumulate(name.split(".")[:-1], "{}.{}".format)}  # a.b.c -> a, a.b
     for path in ("", *sorted(opened)):
-        who, module = repr(path) if path else "`model`", model.get_submodule(path)
+        who = repr(path) if path else "`model`"
+        module = model.get_submodule(path)
         if not compared and (lost := _custom(module, known=is_hugging_face(model))):
             raise ValueError(
                 f"{who} should run its children in the order they were registered and do nothing "
@@ -249,7 +252,8 @@ def _refuse_custom(model: nn.Module, pieces: Iterable[str], *, compared: bool) -
 
 def _custom(module: nn.Module, *, known: bool) -> str:
     """Return a method that may run the children otherwise, "" for none; with `known`, transformers' forwards may."""
-    kind, is_list = type(module), _is_list(module)
+    kind = type(module)
+    is_list = _is_list(module)
     # A list has no forward, so what its own `__iter__` or `items` yields decides; a sequence runs what `__iter__` yields. The
     # classes of Hugging Face are known, but not another class of that name, nor a forward that replaces theirs.
     runs = kind.forward in _RUNS_CHILDREN or is_list or (known and kind.forward.__module__.startswith("transformers."))

@@ -54,12 +54,14 @@ def allocated(run: Callable[[Any], T], device: torch.device, prepare: Callable[[
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = run(given)
-        now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        now = torch.cuda.memory_allocated(device)
+        most = torch.cuda.max_memory_allocated(device)
         return Allocated(result, now - before, most - before)
     if device.type == "meta":
         with _Counted() as counted:
             given = prepare()
-            before, counted.peak = counted.now, counted.now
+            before = counted.now
+            counted.peak = counted.now
             result = run(given)
         return Allocated(result, counted.now - before, counted.peak - before)
     # The allocator of the CPU has no statistics. The profiler sees every allocation, but starting it takes 20 milliseconds, and

@@ -41,14 +41,16 @@ def assign(tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     # No assignment meets `low`, and `known` meets `high`. What is found may be better than was asked, so `high` falls to that:
     #
     #     low ........ middle ........ high      found below the middle: high moves to it; not found: low moves to the middle
-    low, high = 0.0, _busiest(known, tables)
+    low = 0.0
+    high = _busiest(known, tables)
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         better = _within(middle, tables)
         if better is None:
             low = middle
         else:
-            known, high = better, _busiest(better, tables)
+            known = better
+            high = _busiest(better, tables)
     return known
 
 
@@ -74,7 +76,9 @@ def balanced(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
 
 def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | None:
     """Return an assignment in which no rank works longer than the limit; None if there is none."""
-    num_ranks, num_stages, size = len(tables), len(tables[0]), len(tables[0][0])
+    num_ranks = len(tables)
+    num_stages = len(tables[0])
+    size = len(tables[0][0])
     # loads[r, p]: least work of rank r after a stage of it that ends before piece p; row -1 stands for the start. Stage k, which
     # has the pieces a, ..., p - 1, follows stage k - 1 on its rank, or is the first of the next one:
     #
@@ -86,7 +90,9 @@ def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | No
     begins: list[NDArray[np.int64]] = []
     firsts: list[NDArray[np.bool_]] = []
     for k in range(num_stages):
-        new, begin, first = np.full_like(loads, np.inf), np.zeros(loads.shape, int), np.zeros(loads.shape, bool)
+        new = np.full_like(loads, np.inf)
+        begin = np.zeros(loads.shape, int)
+        first = np.zeros(loads.shape, bool)
         for r in range(num_ranks):
             # The stage is on the rank of the one before, or the first on the next rank.
             fresh = np.where(np.isfinite(loads[r - 1]), 0.0, np.inf)
@@ -101,10 +107,15 @@ def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | No
         firsts.append(first)
     if not np.isfinite(loads[num_ranks - 1, -1]):
         return None
-    starts, ranks, r, end = [0] * num_stages, [0] * num_stages, num_ranks - 1, size - 1
+    starts = [0] * num_stages
+    ranks = [0] * num_stages
+    r = num_ranks - 1
+    end = size - 1
     for k in reversed(range(num_stages)):
-        ranks[k], starts[k] = r, int(begins[k][r, end])
-        r, end = r - int(firsts[k][r, end]), starts[k]
+        ranks[k] = r
+        starts[k] = int(begins[k][r, end])
+        r = r - int(firsts[k][r, end])
+        end = starts[k]
     return tuple(starts), tuple(ranks)
 
 

@@ -77,7 +77,8 @@ def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     >>> [(piece.name, piece.forward) for piece in pieces_of(Costs(1, 0.5, 1, 1), 2, parts=2)]
     [('0 %', 0.5), ('25 %', 0.5), ('50 %', 0.5), ('75 %', 0.5)]
     """
-    size, costs = num_stages * parts, costs.cut_in(parts)
+    size = num_stages * parts
+    costs = costs.cut_in(parts)
     values: dict[str, Any] = {name: costs.per_stage(name, size) for name in ROWS}
     chains = [share * time for share, time in zip(values["chain_share"], values["input_grad"], strict=True)]
     values |= {"chain": tuple(chains), "peak_bytes": values["weight_grad_peak_bytes"]}
@@ -180,7 +181,8 @@ def _peak(pieces: Sequence[Piece], given: float = 0.0) -> float:
     stays = _kept_inside(pieces)
     for i in reversed(range(len(pieces))):
         # The gradient to its output, and later that to its input.
-        above, below = pieces[i].message_bytes, pieces[i - 1].message_bytes if i else given
+        above = pieces[i].message_bytes
+        below = pieces[i - 1].message_bytes if i else given
         own = pieces[i].peak_bytes + (max(above, below) if i < len(stays) else below)
         if i < len(stays):
             change -= stays[i]

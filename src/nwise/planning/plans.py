@@ -76,7 +76,8 @@ class Plans:
     @property
     def verdict(self) -> list[str]:
         """The recommended method, its advantage, and the conditions under which the others save time, in sentences."""
-        baseline, chosen = self.baseline, self.recommended
+        baseline = self.baseline
+        chosen = self.recommended
         if baseline is None:
             return [
                 f"No end-to-end method fits the memory; of those that fit, {_named(chosen)} is the fastest.",
@@ -112,7 +113,8 @@ class Plans:
 
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
-        chosen, measured = self.recommended, self.plans[0].measured
+        chosen = self.recommended
+        measured = self.plans[0].measured
         # All sizes in memory are known if they were measured, or if a limit asked for them.
         sizes = limits(self.devices) is not None or (measured is not None and measured.has_sizes)
         rows = [

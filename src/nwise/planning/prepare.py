@@ -104,7 +104,8 @@ def _independent(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
     # Piece i may begin a stage if nothing up to the next such piece changes the tensor that i gets. Backwards, the next is known:
     #
     #     Linear  ReLU(inplace)  Identity  Linear       ReLU changes its input, so it stays with the Linear before it
-    given, pieces = [inputs], [stage.pieces() for stage in stages]
+    given = [inputs]
+    pieces = [stage.pieces() for stage in stages]
     with torch.no_grad():
         for stage in stages[:-1]:
             given.append(run_module(copy.deepcopy(stage), each(given[-1], torch.clone), "The output of a piece"))

@@ -202,7 +202,9 @@ def _spread(times: list[list[dict[str, float]]]) -> float:
 def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, sizes: bool) -> Piece:
     """Take medians, and separate the work that the passes share."""
     median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
-    through, weights, both = median["input_grad"], median["weights"], median["both"]
+    through = median["input_grad"]
+    weights = median["weights"]
+    both = median["both"]
     # Three passes are timed, and a schedule is made of others. For a piece of several layers:
     #
     #     through   the chain of layers, to the input         I
@@ -227,14 +229,17 @@ class _Bench:
 
     def __init__(self, network: Network) -> None:
         self.names = list(network.pieces)
-        self._network, self._device, self._autocast = network, network.device, network.autocast
+        self._network = network
+        self._device = network.device
+        self._autocast = network.autocast
         self._pieces = list(network.pieces.values())
         self._inputs: dict[tuple[int, int], Tensors] = {}
         self._optimizers = [_optimizer(network, piece) for piece in self._pieces]
 
     def measure(self, i: int, size: int) -> dict[str, float]:
         """Run piece i in every way once, and return the seconds."""
-        piece, leaves = self._pieces[i], self._leaves(i, size)
+        piece = self._pieces[i]
+        leaves = self._leaves(i, size)
         weights: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
         tracked = [x for x in leaves if x.requires_grad]
         with self._autocast():

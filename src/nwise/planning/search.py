@@ -85,10 +85,13 @@ class Search:
         links: Mapping[str, float],
     ) -> None:
         check_enough(pieces, num_stages)
-        self._pieces, self._devices, self._links = pieces, devices, links
+        self._pieces = pieces
+        self._devices = devices
+        self._links = links
         self._pipeline = method if isinstance(method, str) else None
         self._strategy = EndToEnd() if isinstance(method, str) else method
-        self._num_microbatches, self._num_stages = num_microbatches, num_stages
+        self._num_microbatches = num_microbatches
+        self._num_stages = num_stages
         self._memory = limits(devices)
         self._frozen = next((i for i, piece in enumerate(pieces) if piece.learns), len(pieces))
         self._flows_for: Callable[[tuple[bool, ...]], tuple[Flows, Ages]] = cache(self._flows_if)
@@ -106,7 +109,8 @@ class Search:
 
     def bound(self, starts: Sequence[int], placement: Placement, *, sharp: bool = False) -> float:
         """Return a lower bound on a step: the work of the busiest device or link, or a sharp bound that takes longer."""
-        (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
+        (flows, ages) = self._flows_for(self._trainable(starts))
+        costs = self.costs(starts, placement)
         if not sharp:
             return resource_bound(flows, costs, placement) / len(flows)
         return lower_bound(flows, costs, placement, ages) / len(flows)
@@ -145,7 +149,8 @@ class Search:
     def _timed(self, assignment: Assignment, memory: Limit) -> Schedule:
         """Return the best schedule of a cut."""
         starts, placement = assignment
-        (flows, ages), costs = self._flows_for(self._trainable(starts)), self.costs(starts, placement)
+        (flows, ages) = self._flows_for(self._trainable(starts))
+        costs = self.costs(starts, placement)
         if self._pipeline is not None:
             return pipeline_order(self._pipeline, flows, costs, placement, memory)
         return best_order(flows, costs, placement, ages, memory=memory)
@@ -219,7 +224,9 @@ class Search:
         # stage 1 of 4 is the long one:
         #
         #     p0 | p1 p2 p3 p4 p5 | p6 | p7
-        size, stages, lopsided = len(self._pieces), self._num_stages, list[Assignment]()
+        size = len(self._pieces)
+        stages = self._num_stages
+        lopsided = list[Assignment]()
         speeds = [device.speed for device in self._devices]
         few = self._num_microbatches <= _FEW
         for _, placement in balanced if few or min(speeds) < max(speeds) else ():
@@ -246,7 +253,8 @@ class Search:
 
     def _best_of(self, assignments: Sequence[Assignment]) -> list[Cut]:
         """Return the cuts that fit the memory, the best first."""
-        cuts, failures = list[Cut](), list[DoesNotFit]()
+        cuts = list[Cut]()
+        failures = list[DoesNotFit]()
         for assignment in assignments:
             try:
                 cuts.append(self.cut(*assignment))
@@ -284,18 +292,21 @@ class Search:
         #     p0 p1 | p2 p3 p4 | p5 p6 p7       7.9    no neighbour is better
         #
         # One order of actions times every neighbour, because finding the best order of each would take a hundred times as long.
-        known, best = self._score(assignment), assignment
+        known = self._score(assignment)
+        best = assignment
         while True:
             options = [(self._score(option), option) for option in self._neighbours(best)]
             score, option = min(options, default=(known, best))
             if score >= (known[0], known[1] * (1 - CLOSE)):
                 return best
-            known, best = score, option
+            known = score
+            best = option
 
     def _score(self, assignment: Assignment) -> tuple[float, float]:
         """Return how far a cut exceeds the memory (1: not at all), and its period, with the best known order."""
         if assignment not in self._scores:
-            costs, limit = self.costs(*assignment), self._memory
+            costs = self.costs(*assignment)
+            limit = self._memory
             schedules = [schedule.with_costs(costs) for schedule in self._known_schedules(assignment)]
             self._scores[assignment] = min(
                 (1.0 if limit is None else max(1.0, excess(one.peak_bytes, limit)[0]), one.period) for one in schedules
@@ -307,7 +318,8 @@ class Search:
         starts, placement = assignment
         key = placement, self._trainable(starts)
         if key not in self._schedules:
-            limited, (flows, ages) = self._memory is not None, self._flows_for(key[1])
+            limited = self._memory is not None
+            (flows, ages) = self._flows_for(key[1])
             first = self._timed(assignment, None) if limited else self.cut(*assignment).schedule
             self._schedules[key] = [first]
             if limited and self._pipeline is None:
@@ -367,7 +379,9 @@ def search(
     size = len(devices) if num_stages is None else num_stages
     check_at_least(len(devices), num_stages=size)
     searches = {m: Search(pieces[m], method, m, devices, size, links) for m in sorted(pieces)}
-    cuts, failures, shortest = dict[int, Cut](), list[DoesNotFit](), inf
+    cuts = dict[int, Cut]()
+    failures = list[DoesNotFit]()
+    shortest = inf
     # What may be the fastest comes first, so the bounds of most others tell that they are not.
     for m in progress(sorted(searches, key=lambda m: searches[m].least)):
         if searches[m].least > shortest * (1 + CLOSE):

@@ -18,7 +18,9 @@ class PieceSizes:
     """Measures a piece of a network on inputs, of which those that carry a gradient require it; leaves no gradients."""
 
     def __init__(self, piece: nn.Module, inputs: Tensors, device: torch.device) -> None:
-        self._piece, self._inputs, self._device = piece, inputs, device
+        self._piece = piece
+        self._inputs = inputs
+        self._device = device
         self._learns: list[Tensor] = [p for p in piece.parameters() if p.requires_grad]
         self._tracked = [x for x in inputs if x.requires_grad]
         self.outputs = self._forward()

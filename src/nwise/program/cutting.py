@@ -133,7 +133,8 @@ def _takes(module: nn.Module, inputs: Tensors) -> bool:
 
 def _code(parts: Sequence[Tensors | None]) -> str | None:
     """Return a text that is equal for equal tensors; None for no tensors."""
-    code, tensors = sha256(), [tensor for part in parts for tensor in part or ()]
+    code = sha256()
+    tensors = [tensor for part in parts for tensor in part or ()]
     for tensor in tensors:
         dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
         code.update(dense.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

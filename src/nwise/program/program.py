@@ -53,9 +53,12 @@ class Program(nn.Module):
         super().__init__()
         self.loss_fns: tuple[LossFn, ...]
         vars(self)["loss_fns"] = tuple(losses)  # `__setattr__` refuses it, as it does the caller's
-        self._strategy, self._num_microbatches = parse(strategy), num_microbatches
-        self._order, self._recompute = None if schedule is None else check_order(schedule), recompute
-        self.seed, self.steps = torch.initial_seed() if seed is None else seed, 0
+        self._strategy = parse(strategy)
+        self._num_microbatches = num_microbatches
+        self._order = None if schedule is None else check_order(schedule)
+        self._recompute = recompute
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.steps = 0
         self._last_ages: tuple[Sequence[int], int] = [0] * len(losses), num_microbatches
         self._prices: tuple[Any, ...] = ()  # costs by which orders are compared, and the memory of every rank
         self._shared: tuple[str, str] | None = None  # two names of a parameter that is in two places
@@ -143,7 +146,8 @@ class Program(nn.Module):
         """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
         self._measure()
         sizes = [(main, head if k in self.heads else 0) for k, (main, head) in enumerate(self._sizes)]
-        m, now = self._num_microbatches, self._strategy
+        m = self._num_microbatches
+        now = self._strategy
         title = f"{len(sizes)} stages, {now.name}, {m} micro-batch{'es' * (m > 1)}"
         return describe(title, sizes, self._flows()[self._steps % now.turns][0], self.credit)
 

@@ -33,7 +33,8 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
         losses = ", ".join(_loss(j, float(credit[j, k])) for j in range(len(credit)) if credit[j, k]) or "nothing"
         rows.append([str(k), f"{parameters[k][0]:,}", heads[k], losses, str(stage.passes), str(len(stage.messages))])
     main, side = (sum(column) for column in zip(*parameters, strict=True))
-    passes, messages = sum(stage.passes for stage in flow.stages), sum(flow.messages)
+    passes = sum(stage.passes for stage in flow.stages)
+    messages = sum(flow.messages)
     share = f"{side:,} ({100 * side / main:.0f} %)" if main else f"{side:,}"
     rows.append(["all", f"{main:,}", share, "", str(passes), str(messages)])
     return "\n".join([title, *table(rows)])

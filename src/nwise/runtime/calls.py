@@ -123,7 +123,8 @@ class Calls:
 
 def _caller() -> str:
     """Return the function of nwise that the script has called, and the line of the call."""
-    frame, function = inspect.currentframe(), ""
+    frame = inspect.currentframe()
+    function = ""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         if frame.f_globals["__name__"].startswith("nwise"):
             function = frame.f_code.co_qualname.removesuffix(".__init__")

@@ -24,7 +24,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -134,9 +134,13 @@ class Channel:
     def __init__(
         self, peer: int, host: str, token: bytes, check: Callable[[], None], carrier: Carrier | None = None
     ) -> None:
-        self.peer, self.allowance = peer, 2
-        self._token, self._check, self._carrier = token, check, carrier
-        self._inbox, self._outbox = _socket(zmq.PULL, token), _socket(zmq.PUSH, token)
+        self.peer = peer
+        self.allowance = 2
+        self._token = token
+        self._check = check
+        self._carrier = carrier
+        self._inbox = _socket(zmq.PULL, token)
+        self._outbox = _socket(zmq.PUSH, token)
         self._inbox.rcvtimeo = _PULSE
         self._inbox.maxmsgsize = _MOST
         brackets = f"[{host}]" if ":" in host else host
@@ -144,13 +148,17 @@ class Channel:
         # An abstract socket of Linux, which processes of one network see, takes half of the time.
         near = f"ipc://@nwise-{secrets.token_hex(16)}"
         self._inbox.bind(near)
-        self._host, self.addresses = host, (host, near, f"tcp://{brackets}:{port}")
+        self._host = host
+        self.addresses = (host, near, f"tcp://{brackets}:{port}")
         self._broken = self._outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sent = self._received = 0  # numbers of messages
-        self._taken, self._owed = 0, 0  # messages that a task has read, and their bytes since the other end was told
+        self._taken = 0  # messages that a task has read, and their bytes since the other end was told
+        self._owed = 0
         # Messages known to be taken; the bytes of each that is not, with what has to live until then.
-        self._known, self._ahead = 0, deque[tuple[int, Any]]()
-        self._bytes_ahead, self._epoch = 0, 0
+        self._known = 0
+        self._ahead = deque[tuple[int, Any]]()
+        self._bytes_ahead = 0
+        self._epoch = 0
         self._arrived: dict[Name, tuple[Content, list[Any], int]] = {}
         self._made: dict[object, Form] = {}  # those of messages sent, by what they follow from
         self._forms: dict[bytes, tuple[Sequence[Spec | None], Specs, str]] = {}  # those of messages received
@@ -335,7 +343,8 @@ def host_of(store: Store) -> str:
     """Return the address of this machine in the network of the store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host, port = getattr(store, "host", "localhost"), getattr(store, "port", 1)
+    host = getattr(store, "host", "localhost")
+    port = getattr(store, "port", 1)
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing, but chooses a route
@@ -356,7 +365,8 @@ def _socket(kind: int, token: bytes) -> zmq.Socket[bytes]:
     if secret := os.environ.get("NWISE_SECRET"):
         # Every rank derives both keys from the secret. Without it, nobody has even the public key.
         key = z85.encode(hashlib.sha256(secret.encode() + token).digest())
-        made.curve_secretkey, made.curve_publickey = key, zmq.curve_public(key)
+        made.curve_secretkey = key
+        made.curve_publickey = zmq.curve_public(key)
         if kind == zmq.PULL:
             made.curve_server = True
         else:
@@ -388,6 +398,3 @@ def _padded(tensor: Tensor) -> bytes:
 def _gap(size: int) -> int:
     """Return the bytes from the end of something to where the next tensor begins."""
     return -size % _GRAIN
-
-
-Channels = Mapping[int, Channel]  # by the pipeline place of the other end

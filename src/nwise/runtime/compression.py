@@ -124,7 +124,8 @@ class Codec:
         for i, tensor in enumerate(tensors):
             if tensor is not None:
                 parts = self._parts(rule, None if sender is None else (sender, i), tensor)
-                wanted, found = self._specs(rule, make_spec(tensor)), make_specs(parts)
+                wanted = self._specs(rule, make_spec(tensor))
+                found = make_specs(parts)
                 if wanted != found:
                     raise ValueError(
                         f"`compress` should return tensors like those that its `specs` names. Found {describe(found)} instead "
@@ -160,7 +161,8 @@ class Codec:
 
     def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec | None]) -> Cotangents:
         """Return the tensors that the parts describe, of the given shapes and dtypes; None where there is none."""
-        rule, rest = self.compression, iter(parts)
+        rule = self.compression
+        rest = iter(parts)
         made = list[Tensor | None]()
         for spec in specs:
             if spec is None:

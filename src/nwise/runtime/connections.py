@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Mapping
 
 import torch
 
-from nwise.runtime.channel import Carrier, Channel, Channels, host_of
+from nwise.runtime.channel import Carrier, Channel, host_of
 from nwise.runtime.launch import backend_for, default_store
 from nwise.runtime.processes import Processes
+
+Channels = Mapping[int, Channel]  # by the pipeline place of the other end
 
 
 def connected(processes: Processes, device: torch.device) -> Channels:
@@ -26,12 +29,15 @@ def connected(processes: Processes, device: torch.device) -> Channels:
 
 
 def _connect(processes: Processes, device: torch.device) -> Channels:
-    placement, here, ranks = processes.placement, processes.place, processes.ranks
+    placement = processes.placement
+    here = processes.place
+    ranks = processes.ranks
     pairs = {frozenset(pair) for pair in itertools.pairwise(placement) if pair[0] != pair[1]}
     others = sorted({place for pair in pairs if here in pair for place in pair} - {here})
     carriers = _carriers(processes, device, pairs)
     token = processes.exchange("token", secrets.token_hex(8))[0].encode()
-    host, check = host_of(default_store()), processes.watch.check
+    host = host_of(default_store())
+    check = processes.watch.check
     channels = {place: Channel(ranks[place], host, token, check, carriers.get(place)) for place in others}
     addresses = processes.exchange("addresses", {str(one.peer): one.addresses for one in channels.values()})
     for channel in channels.values():

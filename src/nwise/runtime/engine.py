@@ -74,8 +74,11 @@ class Engine:
     ) -> None:
         self.recorder: Recorder | None = None
         self.received: Received | None = None
-        self.sent, self.device, self.stages = [0, 0], device, stages
-        self._processes, self._by_index = processes, {stage.index: stage for stage in stages}
+        self.sent = [0, 0]
+        self.device = device
+        self.stages = stages
+        self._processes = processes
+        self._by_index = {stage.index: stage for stage in stages}
         self._codec = Codec(compression)
         self.mailbox = processes.mailbox(self._by_index, self._codec, device)
         self.flying: dict[int, Minibatch] = {}
@@ -144,7 +147,9 @@ class Engine:
         """Run all passes that are left; return for each of the next calls the gradients that it leaves in ``.grad``."""
         if not self.flying:
             return self._due.by_call()
-        call, learns, sent = self.next, learning(self.stages), self.sent
+        call = self.next
+        learns = learning(self.stages)
+        sent = self.sent
         self._processes.announce("`pending_gradients`")
         with gradients_aside(learns):
             while self.flying:
@@ -220,11 +225,19 @@ class Engine:
 
     def _compute(self, call: int, tell: Tell) -> None:
         """Run the computations of a call, with its messages."""
-        schedule, work, mailbox, flying = self._schedule, self._work, self.mailbox, self.flying
+        schedule = self._schedule
+        work = self._work
+        mailbox = self.mailbox
+        flying = self.flying
         assert schedule is not None, "`follow` has set it"
-        tasks, stages, processes, received = schedule.graph.tasks, self._by_index, self._processes, self.received
-        several, replicas = processes.size > 1, mailbox.replicas
-        watched, completes = several or tell is not None, work.completes if replicas else ()
+        tasks = schedule.graph.tasks
+        stages = self._by_index
+        processes = self._processes
+        received = self.received
+        several = processes.size > 1
+        replicas = mailbox.replicas
+        watched = several or tell is not None
+        completes = work.completes if replicas else ()
         mailbox.begin(schedule, work, call, flying, tell)
         for task in work.calls[call % len(work.calls)]:
             kind, k, m, _, _, age = action = tasks[task]
@@ -258,12 +271,14 @@ class Engine:
     def _call(self, call: int, batch: object) -> Iterator[None]:
         """Let the body run the list of one call. `batch` is what the new mini-batch looks like."""
         assert self._schedule is not None, "`follow` has set it"
-        self.next, errors = call + 1, dict(self._codec.errors)
+        self.next = call + 1
+        errors = dict(self._codec.errors)
         try:
             with self._processes.watched(f"step {call}", batch), torch.enable_grad():
                 yield
         except BaseException:
-            self.next, self._codec.errors = call, errors
+            self.next = call
+            self._codec.errors = errors
             raise
         over = call - self._schedule.oldest
         self.flying.pop(over, None)
@@ -272,7 +287,8 @@ class Engine:
     def _run_passes(self, recorder: Recorder | None = None) -> None:
         """Run a call that has only passes of earlier mini-batches."""
         # The shapes of messages, and forwards that run again, depend on the modes of the last step.
-        dtype, call = self._autocast, self.next
+        dtype = self._autocast
+        call = self.next
         casting = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         with torch.inference_mode(False), casting, self._lost_on_error(), self._call(call, ""):
             self._compute(call, _teller(self._processes, call, recorder, None))
@@ -281,7 +297,8 @@ class Engine:
         """Begin a schedule at a call: no message of an earlier one is on its way."""
         if schedule is not None and schedule is not self._schedule:
             self._work = work_of(schedule, self._processes.place)
-        self._schedule, self.next = schedule, call
+        self._schedule = schedule
+        self.next = call
 
     @contextmanager
     def _lost_on_error(self) -> Iterator[None]:

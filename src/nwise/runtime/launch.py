@@ -118,7 +118,8 @@ def exchange(
     # Through the store, not by a collective: a rank that waits here still hears of an error of another (`check`).
     store.set(f"{key}/{rank}", json.dumps(value))
     seconds = store.timeout.total_seconds() if limit is None else limit  # type: ignore[attr-defined]  # it is there
-    deadline, pause = time.monotonic() + seconds, 0.001
+    deadline = time.monotonic() + seconds
+    pause = 0.001
     for other in range(size):
         while not store.check([f"{key}/{other}"]):  # its `wait` cannot be interrupted
             check()

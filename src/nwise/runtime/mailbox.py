@@ -61,7 +61,8 @@ class Mailbox:
     replicas: Mapping[int, Replicas] = MappingProxyType({})
 
     def __init__(self, stages: Mapping[int, Stage], codec: Codec) -> None:
-        self._stages, self._codec = stages, codec
+        self._stages = stages
+        self._codec = codec
         self._tasks: Sequence[Action] = ()
         self._uses: Mapping[int, int] = {}
         self.wanted: Container[int] = ()
@@ -74,7 +75,8 @@ class Mailbox:
 
     def begin(self, schedule: Schedule, work: RankWork, call: int, flying: Flying, tell: Tell) -> None:
         """Begin a call."""
-        self._tasks, self._uses = schedule.graph.tasks, work.uses
+        self._tasks = schedule.graph.tasks
+        self._uses = work.uses
         self.wanted = work.uses
 
     def take(self, task: int, number: int) -> Tensors | Cotangents:

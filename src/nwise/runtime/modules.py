@@ -16,7 +16,8 @@ class RemoteModule(nn.Module):
 
     def __init__(self, what: str, rank: int) -> None:
         super().__init__()
-        self.what, self.rank = what, rank
+        self.what = what
+        self.rank = rank
 
     def forward(self, *inputs: Tensor) -> NoReturn:
         """Raise RuntimeError: only the process that holds the module can call it."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from nwise._torch import versions
 from nwise.modes import autocast_dtype
 from nwise.runtime.calls import Status
-from nwise.runtime.channel import Channels, Name
+from nwise.runtime.channel import Name
 from nwise.runtime.compression import Codec
-from nwise.runtime.connections import connected
+from nwise.runtime.connections import Channels, connected
 from nwise.runtime.mailbox import Flying, Mailbox, Tell
 from nwise.runtime.processes import Processes
 from nwise.runtime.replicas import Replicas
@@ -62,7 +62,8 @@ class Post(Mailbox):
         replicas: Mapping[int, Replicas],
     ) -> None:
         super().__init__(stages, codec)
-        self._processes, self._device = processes, device
+        self._processes = processes
+        self._device = device
         self.replicas = replicas
         self._channels: Channels | None = None
         self._schedule: Schedule | None = None
@@ -70,10 +71,13 @@ class Post(Mailbox):
         self._leaving: Mapping[int, Arc] = {}
         self._wanted: set[int] = set()
         self._updates: Sequence[Action] = ()  # of the present call
-        self._call, self._tell = 0, cast(Tell, None)
-        self._epoch, self._inferred = 0, 0
+        self._call = 0
+        self._tell = cast(Tell, None)
+        self._epoch = 0
+        self._inferred = 0
         self._spared: set[int] = set()
-        self._signature, self._label = Signature(), ""  # of the newest mini-batch
+        self._signature = Signature()  # of the newest mini-batch
+        self._label = ""
         self._labels: dict[int, str] = {}  # of the mini-batches in flight
         self._last: tuple[Action, Tensors, list[int]] | None = (
             None  # the message before, with the version of each tensor
@@ -83,12 +87,15 @@ class Post(Mailbox):
         autocast = autocast_dtype(self._device)
         look = Signature((make_specs(one), "" if autocast is None else str(autocast)) for one in inputs)
         if look != self._signature:
-            self._signature, self._label = look, str(look)
+            self._signature = look
+            self._label = str(look)
         return self._signature
 
     def begin(self, schedule: Schedule, work: RankWork, call: int, flying: Flying, tell: Tell) -> None:
         super().begin(schedule, work, call, flying, tell)
-        self._call, self._tell, self.sent = call, tell, [0, 0]
+        self._call = call
+        self._tell = tell
+        self.sent = [0, 0]
         self._updates = [self._tasks[n] for n in work.updates[call % len(work.updates)]]
         channels = self._connected()
         if schedule is not self._schedule:
@@ -146,7 +153,8 @@ class Post(Mailbox):
             replicas.sum_statistics()
 
     def infer(self, inputs: Tensors, step: int, call: Callable[[int, Tensors], Tensors]) -> None:
-        placement, hidden = self._processes.placement, inputs
+        placement = self._processes.placement
+        hidden = inputs
         self._inferred += 1
         self._call = step
         self._connected()
@@ -165,7 +173,8 @@ class Post(Mailbox):
     def forget(self) -> None:
         # Messages of these mini-batches may still be on their way. All ranks forget them at the same call.
         super().forget()
-        self._epoch, self._last = self._epoch + 1, None
+        self._epoch = self._epoch + 1
+        self._last = None
         for channel in (self._channels or {}).values():
             channel.drop(self._epoch)
 
@@ -207,7 +216,9 @@ class Post(Mailbox):
 
 def arcs_of(schedule: Schedule, rank: int) -> tuple[dict[int, Arc], dict[int, Arc]]:
     """Return the messages that a rank receives and those that it sends, by the task that makes them."""
-    ranks, arriving, leaving = schedule.graph.ranks, dict[int, Arc](), dict[int, Arc]()
+    ranks = schedule.graph.ranks
+    arriving = dict[int, Arc]()
+    leaving = dict[int, Arc]()
     for (task, user), (send, receive) in zip(schedule.messages, schedule.transfers, strict=True):
         if ranks[task] == rank:
             leaving[task] = Arc(send, ranks[user])
@@ -226,7 +237,8 @@ def _check_label(mine: str, theirs: str, peer: int) -> None:
     """Raise ValueError if rank `peer` has another schedule, or another mini-batch."""
     if mine == theirs:
         return
-    (here, own), (there, other) = mine.split(" ", 1), theirs.split(" ", 1)
+    (here, own) = mine.split(" ", 1)
+    (there, other) = theirs.split(" ", 1)
     if here != there:
         raise ValueError(
             f"Every rank should have the same schedule. Found lists that differ from those of rank {peer}; make the same "

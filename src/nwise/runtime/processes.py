@@ -41,17 +41,14 @@ from nwise.stage.stage import Stage
 from nwise.tensors import Tensors, names, with_names
 
 if TYPE_CHECKING:
-    from nwise.runtime.channel import Channels
+    from nwise.runtime.connections import Channels
     from nwise.runtime.watch import Watchdog
 
 __all__ = ["Processes", "tell_all"]
 
 _SHUFFLE = "shuffle with one seed on all ranks. nwise shares each mini-batch out among replicas"
-_REMEDIES = {
-    "seed": "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`",
-    "inputs": _SHUFFLE,
-    "target": _SHUFFLE,
-}
+_SEED = "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"
+_REMEDIES = {"seed": _SEED, "inputs": _SHUFFLE, "target": _SHUFFLE}
 
 _COPIED = (
     "A copy of a pipeline under several processes should only be read: its stages, parameters and state dict. Found a call that "
@@ -124,9 +121,11 @@ class Processes:
         """Meet the other processes."""
         from nwise.runtime.watch import SPARE, Watchdog
 
-        self._limit, self._timeout = limit, timedelta(seconds=limit + SPARE)
+        self._limit = limit
+        self._timeout = timedelta(seconds=limit + SPARE)
         start(limit + SPARE)
-        self._number, self._settings = next(_numbers), ("", 0)
+        self._number = next(_numbers)
+        self._settings = ("", 0)
         self._note("the construction")
         self.mesh = make_mesh(num_stages, mesh)
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
@@ -135,7 +134,8 @@ class Processes:
         self.place = self.mesh.get_local_rank("pp")
         self.ranks = dist.get_process_group_ranks(self.mesh.get_group("pp"))
         self.placement = make_placement(placement, num_stages, len(self.ranks))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         # Keys of an earlier attempt, such as its error, are still in torchrun's store.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"nwise/{attempt}/{self._number}", default_store())

@@ -71,7 +71,9 @@ class Received:
     """
 
     def __init__(self, stages: Sequence[Stage], schedule: Schedule, number: int, parts: Parts) -> None:
-        self.schedule, self.number, self.stages = schedule, number, {stage.index: stage for stage in stages}
+        self.schedule = schedule
+        self.number = number
+        self.stages = {stage.index: stage for stage in stages}
         self.last = number + schedule.oldest
         self.tasks: dict[int, list[int]] = {k: [] for k in self.stages}
         self.work: dict[int, dict[int, Work]] = {k: {} for k in self.stages}
@@ -79,14 +81,18 @@ class Received:
         self.counts = [size for size in parts.sizes if parts.whole and len(parts.sizes) > 1][:_FEW]
         self.versions = {p: version(p) for stage in stages for p in (*stage.learns, *stage.head_learns)}
         self.alone = len(parts.sizes) == 1
-        self.seeds, self.begin = (0, 0), time.perf_counter()
+        self.seeds = (0, 0)
+        self.begin = time.perf_counter()
 
     def note(self, task: int, number: int, tape: Tape, given: Mapping[Any, Any]) -> None:
         """Keep what a stage has received for a task that is about to run (`Engine.received`)."""
-        action, m, batch = self.schedule.graph.tasks[task], tape.microbatch, tape.batch
+        action = self.schedule.graph.tasks[task]
+        m = tape.microbatch
+        batch = tape.batch
         if number != self.number or m >= _FEW:
             return
-        work, k = self.work[action.stage], action.stage
+        work = self.work[action.stage]
+        k = action.stage
         if action.kind is Kind.FORWARD:
             inputs = each(given[None], Tensor.detach)
             work[m] = Work(m, tape.flow, inputs, batch.targets[m], batch.weights[m][k], batch.samples[m])
@@ -125,7 +131,8 @@ def joined(work: Sequence[Work], counts: Sequence[int], way: int = 0, *, first: 
     messages = {q: together([one.messages[q] for one in work], way, adds=True) for q in work[0].messages}
     inputs = together([one.inputs for one in work], 0 if first else way)
     target = together([one.target for one in work], 0)
-    weight, share = sum(one.weight for one in work), sum(one.share for one in work)
+    weight = sum(one.weight for one in work)
+    share = sum(one.share for one in work)
     return Work(0, work[0].flow, inputs, target, weight, share, messages)
 
 

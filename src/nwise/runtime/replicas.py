@@ -37,7 +37,8 @@ class Replicas:
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: Stage) -> None:
-        self._group, self._stage = group, stage
+        self._group = group
+        self._stage = stage
         self._learns = learning([stage])
         self._kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for p in self._learns:

@@ -47,12 +47,14 @@ class Structure:
     """
 
     def __init__(self, containers: Iterable[nn.Module], modules: Sequence[nn.Module], learns: Sequence[Tensor]) -> None:
-        self.containers, self.modules = list(containers), modules
+        self.containers = list(containers)
+        self.modules = modules
         self.learns = list(dict.fromkeys(learns))  # a head may serve several stages
         self.stateful = [module for module in modules if isinstance(module, Norm | torch.jit.ScriptModule)]
         self._places: list[Any] = [one._modules for one in (*self.containers, *modules)]
         self._places += [module._parameters for module in modules]
-        self._lengths, self._held = list(map(len, self._places)), list(chain.from_iterable(map(_values, self._places)))
+        self._lengths = list(map(len, self._places))
+        self._held = list(chain.from_iterable(map(_values, self._places)))
         self._parameters = [p for p in self._held if isinstance(p, Tensor)]
         self._trainable = list(map(asks, self._parameters))
         self._compiled = compiled_calls(modules)

@@ -23,7 +23,8 @@ class Sums:
     """
 
     def __init__(self, processes: Processes, sets: Sequence[tuple[int, ...]], *, replicas: bool = False) -> None:
-        self._processes, self._replicas = processes, replicas
+        self._processes = processes
+        self._replicas = replicas
         if processes.size == 1:
             return
         new = [one for one in dict.fromkeys(map(self._places, sets)) if (one, replicas) not in processes.groups]

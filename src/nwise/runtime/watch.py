@@ -62,7 +62,8 @@ class Watchdog:
         clock: Callable[[], float] = time.perf_counter,
         calls: Calls | None = None,
     ) -> None:
-        self._doing, self._clock = doing, clock
+        self._doing = doing
+        self._clock = clock
         self._calls = calls or Calls()
         self._main = store
         # One connection for each thread: a waiting thread blocks every other user of its connection.
@@ -70,8 +71,11 @@ class Watchdog:
         #     _main           main thread, in collectives of facts and for its own error
         #     _store          `_live`, which never waits long
         #     _error_store    `_listen`, which waits for the first error from the start
-        self._store, self._error_store = store.clone(), store.clone()
-        self._rank, self._size, self._limit = rank, world_size, limit
+        self._store = store.clone()
+        self._error_store = store.clone()
+        self._rank = rank
+        self._size = world_size
+        self._limit = limit
         names = ", ".join(map(str, stages))
         self._name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {names})"
         self._heard: tuple[dict[str, Any], float] = ({}, clock())
@@ -135,7 +139,8 @@ class Watchdog:
         # A launcher stops all ranks as soon as one has ended, so wait until the others have printed the error too: `reports`
         # counts those that have, this one included, for at most two seconds.
         with suppress(RuntimeError):
-            reports, deadline = store.add("reports", int(first)), time.monotonic() + _GRACE
+            reports = store.add("reports", int(first))
+            deadline = time.monotonic() + _GRACE
             while reports < self._size and time.monotonic() < deadline:
                 time.sleep(0.02)
                 reports = store.add("reports", 0)
@@ -211,7 +216,8 @@ class Watchdog:
         )
 
     def _check_next(self) -> None:
-        other, now = (self._rank + 1) % self._size, self._clock()
+        other = (self._rank + 1) % self._size
+        now = self._clock()
         beat = _last_beat(self._store, other)
         if different := self._calls.difference(self._rank, other, beat.get("calls", ())):
             self._tell(different, store=self._store)

@@ -41,7 +41,8 @@ class RankWork:
 
 def work_of(schedule: Schedule, rank: int) -> RankWork:
     """Return the work of a rank of a schedule."""
-    tasks, needs = schedule.graph.tasks, schedule.graph.needs
+    tasks = schedule.graph.tasks
+    needs = schedule.graph.needs
     lists = [call[rank] for call in schedule.lists]
     calls = [[n for n in one if tasks[n].kind is not Kind.UPDATE] for one in lists]
     updates = [[n for n in one if tasks[n].kind is Kind.UPDATE] for one in lists]

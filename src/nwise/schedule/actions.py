@@ -38,7 +38,10 @@ class Kind(Enum):
 
     def __new__(cls, letter: str, words: str, costs: tuple[str, ...] = (), urgency: int = 0) -> Kind:
         kind = object.__new__(cls)
-        kind._value_, kind.words, kind.costs, kind.urgency = letter, words, costs, urgency
+        kind._value_ = letter
+        kind.words = words
+        kind.costs = costs
+        kind.urgency = urgency
         return kind
 
     # Members are singletons, so their identity is a valid hash, and faster for millions of actions.

@@ -233,7 +233,8 @@ def message_ages(flows: Flows, weights: tuple[int, ...] = (), when: When = "late
     #
     # List scheduling may choose any age between the two (`nwise.schedule.greedy`).
     weights = weights or (0,) * len(flows[0][0].stages)
-    different, stages = list(counted(flows)), range(len(weights))
+    different = list(counted(flows))
+    stages = range(len(weights))
     counts = [max(len(flow.stages[k].messages) for flow in different) for k in stages]
     # From the last stage down: a message is as old as the oldest message that it is made of.
     early = [[0] * count for count in counts]

@@ -59,7 +59,8 @@ def resource_bound(flows: Flows, costs: Costs, placement: Placement) -> float:
         ranks_and_links[rank] += time
     times = [size / costs.bandwidth for size in costs.per_stage("message_bytes", num_stages)]
     for k in range(1, num_stages):
-        below, here = placement[k - 1], placement[k]
+        below = placement[k - 1]
+        here = placement[k]
         for flow, count in counted(flows).items() if below != here else ():
             ranks_and_links[below, here] += count * times[k - 1]
             ranks_and_links[here, below] += count * times[k - 1] * len(flow.stages[k].messages)
@@ -72,9 +73,11 @@ def lower_bound(flows: Flows, costs: Costs, placement: Placement, ages: Ages) ->
 
     Large schedules get a cheaper, less sharp bound.
     """
-    num_ranks, num_stages = 1 + max(placement), len(placement)
+    num_ranks = 1 + max(placement)
+    num_stages = len(placement)
     known = resource_bound(flows, costs, placement)
-    sizes, times = costs.per_stage("message_bytes", num_stages), costs.per_stage("forward", num_stages)
+    sizes = costs.per_stage("message_bytes", num_stages)
+    times = costs.per_stage("forward", num_stages)
     # A stage that is held back starts its next forward once its activation has been taken.
     for k in back_pressure(flows, placement, ages):
         once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
@@ -104,7 +107,8 @@ def _least_times(batch: tuple[Flow, ...], costs: Costs, placement: Placement, ag
     # By its number every task comes after all that it needs. The updates come on top.
     graph = task_graph((batch,), placement)
     actions = [a for a in graph.tasks if a.kind is not Kind.UPDATE]
-    price, num_ranks = prices(costs, len(placement)), 1 + max(placement)
+    price = prices(costs, len(placement))
+    num_ranks = 1 + max(placement)
     work = np.array([_least(price[a.stage], a, batch[a.microbatch]) for a in actions])
     ranks = np.array(graph.ranks[: len(actions)])
     after, before, lags = _arcs(graph, actions, costs)
@@ -143,7 +147,10 @@ def _lengthen(paths: Matrix, nodes: Numbers, others: Numbers, times: Matrix) -> 
         levels[node] = max(levels[node], levels[other] + 1)
     level = np.array(levels)[nodes]
     order = np.lexsort((nodes, level))
-    nodes, others, times, level = nodes[order], others[order], times[order], level[order]
+    nodes = nodes[order]
+    others = others[order]
+    times = times[order]
+    level = level[order]
     for begin, end in pairwise([*np.flatnonzero(np.diff(level, prepend=0)).tolist(), len(level)]):
         first = np.flatnonzero(np.diff(nodes[begin:end], prepend=-1))  # arc of each node
         here = nodes[begin:end][first]

@@ -6,8 +6,8 @@ its inputs have arrived.
 
 Three things connect a cycle of calls with earlier ones. A machine starts again when it has finished its list: a forward comes
 after the updates of its rank, and nothing else synchronises ranks. A task of another age than the task whose result it needs
-takes the result of an earlier call. And under back pressure (`nwise.schedule.graph.back_pressure`) a stage starts a forward only after
-its activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
+takes the result of an earlier call. And under back pressure (`nwise.schedule.graph.back_pressure`) a stage starts a forward only
+after its activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
 """
 
 from __future__ import annotations
@@ -93,8 +93,10 @@ class Clock:
         Raises:
             Deadlock: the lists are in a deadlock; the message names the actions that are stuck.
         """
-        duration, waits = self.duration if duration is None else duration, self.waits
-        start, cause = [math.nan] * len(duration), self.previous.copy()
+        duration = self.duration if duration is None else duration
+        waits = self.waits
+        start = [math.nan] * len(duration)
+        cause = self.previous.copy()
         end: list[float | None] = [None] * len(duration)
         now = [before[0][nodes[-1]] if before and nodes else 0.0 for nodes in self.lists]
 
@@ -108,7 +110,8 @@ class Clock:
                 if arrived is None:
                     return other
                 if arrived + lag > time:
-                    time, cause[node] = arrived + lag, (other, cycles)
+                    time = arrived + lag
+                    cause[node] = (other, cycles)
             start[node] = time
             end[node] = now[machine] = time + duration[node]
             return None
@@ -125,8 +128,11 @@ def durations(graph: TaskGraph, costs: Costs) -> list[float]:
 
 def make_clock(schedule: Schedule) -> Clock:
     """Return the clock of a schedule; its first nodes are the tasks of the graph."""
-    graph, costs, lag = schedule.graph, schedule.costs, schedule.costs.latency
-    late, time = graph.late, durations(graph, costs)
+    graph = schedule.graph
+    costs = schedule.costs
+    lag = schedule.costs.latency
+    late = graph.late
+    time = durations(graph, costs)
     waits = [
         [(n, lag if link else 0.0, late[task] - late[n]) for n, _, link in needs]
         for task, needs in enumerate(graph.needs)
@@ -134,7 +140,8 @@ def make_clock(schedule: Schedule) -> Clock:
     # The next stage takes an activation at the start of its forward: at the end minus the duration.
     for task, taker in graph.back_pressure:
         waits[task].append((taker, -time[taker], 1 + schedule.oldest))
-    lists, names = [*schedule.by_rank], [*graph.tasks]
+    lists = [*schedule.by_rank]
+    names = [*graph.tasks]
     if math.isinf(costs.bandwidth):
         return Clock(lists, time, waits, names)
     # A link is a machine too, so its messages queue up like the tasks of a rank:

@@ -47,7 +47,9 @@ class DoesNotFit(ValueError):
     """
 
     def __init__(self, what: str, least: float, memory: float) -> None:
-        self.what, self.least, self.memory = what, least, memory
+        self.what = what
+        self.least = least
+        self.memory = memory
         super().__init__(self.message("bytes", 1.0))
 
     def message(self, unit: str, size: float) -> str:
@@ -230,7 +232,9 @@ def _fastest(schedules: Iterable[Schedule], what: str, num_ranks: int, memory: L
         DoesNotFit: none fits.
     """
     _check_memory(memory, num_ranks)
-    found, least, limit = list[Schedule](), (float("inf"), 0.0, 0.0), float("inf")
+    found = list[Schedule]()
+    least = (float("inf"), 0.0, 0.0)
+    limit = float("inf")
     for schedule in schedules:
         if memory is not None and (needed := excess(schedule.peak_bytes, memory))[0] > 1:
             least = min(least, needed)
@@ -287,7 +291,8 @@ def _candidates(
     flows: Flows, costs: Costs, placement: Placement, ages: Ages, bound: float, *, small: bool
 ) -> Iterator[Schedule]:
     """Iterate over schedules to try; of equal ones the first is preferred."""
-    late, size = ages.oldest > 0, len(flows[0])
+    late = ages.oldest > 0
+    size = len(flows[0])
     graphs: dict[bool, TaskGraph] = {}
 
     def in_order(name: str, rule: Callable[..., list[Actions]], cap: int | None) -> Iterator[Schedule]:
@@ -309,7 +314,8 @@ def _candidates(
     #     paces                all in flight, from the pace of the bound to slower ones
     first, *others = _rules(flows, late=late, small=small)
     yield from in_order(*first)
-    lean, more = list[tuple[float, int]](), list[tuple[float, int]]()
+    lean = list[tuple[float, int]]()
+    more = list[tuple[float, int]]()
     if late and ages.stashes:
         at_pace = paced(flows, placement, ages, costs)
         lean = [(1.0, 1), (0.0, 1)] if size > 1 else []
@@ -360,7 +366,9 @@ def _nearest_first(cap: int) -> _Candidate:
 
 def _variants(name: str, flows: Flows, costs: Costs, placement: Placement, *, small: bool) -> Iterator[Schedule]:
     """Iterate over the schedules of a pipeline: one for GPipe and 1F1B, several to choose from for zero-bubble."""
-    size, num_stages, named = len(flows[0]), len(placement), RULES[name]
+    size = len(flows[0])
+    num_stages = len(placement)
+    named = RULES[name]
     yield named_schedule(name, flows, placement, None, costs)
     if named.cap is None:
         return

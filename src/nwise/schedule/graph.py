@@ -129,7 +129,8 @@ def task_graph(
         ValueError: a computation is missing in `given`, or unknown.
     """
     size = len(flows[0][0].stages)
-    placement, ages = placement or tuple(range(size)), ages or message_ages(flows)
+    placement = placement or tuple(range(size))
+    ages = ages or message_ages(flows)
     known = None if given is None else {a[:5]: a for a in given if a.kind is not Kind.UPDATE}
     tasks: list[Action] = []
     needs: list[tuple[Need, ...]] = []

@@ -52,17 +52,22 @@ class ListScheduler:
         *,
         paced: bool = False,
     ) -> None:
-        placement, tasks = graph.placement, graph.tasks
+        placement = graph.placement
+        tasks = graph.tasks
         # Under a delay of d all micro-batches of d mini-batches wait for their passes, besides those that the cap counts.
         delays = [max(tasks[task].age for call in calls for task in call[k]) for k in range(len(placement))]
         # A delay fills the pipeline in several rounds.
         rounds = 1 if not any(delays) else max(delays) + 2
         if paced:  # more in a deep pipeline
             rounds += max(10, 6 + len(placement) // 2)
-        self.tasks, self.count = tasks, len(calls) * rounds
-        self._graph, self._calls, self._paced = graph, calls, paced
+        self.tasks = tasks
+        self.count = len(calls) * rounds
+        self._graph = graph
+        self._calls = calls
+        self._paced = paced
         self.queues = [self._queued(rank, reorders=cap is not None) for rank in range(1 + max(placement))]
-        self.duration, self.latency = durations(graph, costs), costs.latency
+        self.duration = durations(graph, costs)
+        self.latency = costs.latency
         self.needs = [[(n, costs.latency if link else 0.0) for n, _, link in needs] for needs in graph.needs]
         keys = [urgency(action, graph) for action in tasks]
         places = {key: place for place, key in enumerate(sorted(set(keys)))}
@@ -90,7 +95,8 @@ class ListScheduler:
             for task in (task for k, one in enumerate(call) if self._graph.placement[k] == rank for task in one):
                 a = self._graph.tasks[task]
                 key = (a.stage, a.kind, a.message) if reorders else a.stage
-                works, oldest = queues.setdefault(key, [[] for _ in range(self.count)]), self._graph.ages.of(a)
+                works = queues.setdefault(key, [[] for _ in range(self.count)])
+                oldest = self._graph.ages.of(a)
                 for number in range(first, self.count, len(self._calls)):
                     works[number].append((task, number - a.age, number - a.age + oldest))
         return [
@@ -110,7 +116,9 @@ class ListScheduler:
         Raises:
             Deadlock: the lists cannot run.
         """
-        done, size, later = _Run(self, pace).run(), len(self._calls), None
+        done = _Run(self, pace).run()
+        size = len(self._calls)
+        later = None
         # No call follows the last cycle, so all that is left runs there.
         for first in reversed(range(0, len(done) - size, size)) if self._paced else [len(done) - size]:
             cycle = done[first : first + size]
@@ -134,11 +142,16 @@ class _Run:
     """One simulation; see `ListScheduler.run`."""
 
     def __init__(self, tables: ListScheduler, pace: float) -> None:
-        self._tables, self._pace = tables, pace
-        count, ranks = tables.count, len(tables.queues)
+        self._tables = tables
+        self._pace = pace
+        count = tables.count
+        ranks = len(tables.queues)
         # The call of every rank, the last in which it has worked, and the time from which it may begin the next one.
-        self._call, self._worked, self._begin = [0] * ranks, [-1] * ranks, [0.0] * ranks
-        self._busy, self._events = [0.0] * ranks, [(0.0, rank) for rank in range(ranks)]
+        self._call = [0] * ranks
+        self._worked = [-1] * ranks
+        self._begin = [0.0] * ranks
+        self._busy = [0.0] * ranks
+        self._events = [(0.0, rank) for rank in range(ranks)]
         # The place of every rank in its queues, and the work that a call has to run.
         self._at = [[0] * len(queues) for queues in tables.queues]
         self._due = [Counter(last for works, _ in queues for *_, last in works) for queues in tables.queues]
@@ -152,10 +165,12 @@ class _Run:
     def run(self) -> _Done:
         """Return what every rank does in every call."""
         # Times at which a rank may find something to do: it becomes free, a message arrives, or its next call may begin.
-        events, busy = self._events, self._busy
+        events = self._events
+        busy = self._busy
         while events:
             # All events of one time come before any choice, so a rank sees everything that has arrived by then.
-            now, awake = events[0][0], list[int]()
+            now = events[0][0]
+            awake = list[int]()
             while events and events[0][0] <= now:
                 rank = heapq.heappop(events)[1]
                 if rank not in awake[-1:]:
@@ -187,8 +202,12 @@ class _Run:
 
     def _choose(self, rank: int, now: float) -> int | None:
         """Return the queue whose next task is the most urgent of those that are ready; None if none is."""
-        tables, call, places, in_flight = self._tables, self._call[rank], self._at[rank], self._in_flight
-        chosen, least = None, len(tables.urgent)
+        tables = self._tables
+        call = self._call[rank]
+        places = self._at[rank]
+        in_flight = self._in_flight
+        chosen = None
+        least = len(tables.urgent)
         for i, (works, come) in enumerate(tables.queues[rank]):
             if places[i] == come[call]:
                 continue
@@ -199,7 +218,8 @@ class _Run:
             if tables.forward[task] and in_flight[stage] >= tables.most[stage]:
                 continue
             if batch < 0 or self._ready(task, batch, call, now):
-                chosen, least = i, tables.urgent[task]
+                chosen = i
+                least = tables.urgent[task]
         return chosen
 
     def _ready(self, task: int, batch: int, call: int, now: float) -> bool:
@@ -214,7 +234,8 @@ class _Run:
 
     def _take(self, rank: int, queue: int, now: float) -> None:
         """Run the next task of a queue."""
-        tables, call = self._tables, self._call[rank]
+        tables = self._tables
+        call = self._call[rank]
         task, batch, last = tables.queues[rank][queue][0][self._at[rank][queue]]
         self._at[rank][queue] += 1
         self._due[rank][last] -= 1
@@ -224,8 +245,10 @@ class _Run:
             end += tables.duration[task]
             self._made[batch][task] = end, call
             if self._worked[rank] < call:
-                self._begin[rank], self._worked[rank] = now + self._pace, call
-            part, left = tables.parts[task], self._left[batch]
+                self._begin[rank] = now + self._pace
+                self._worked[rank] = call
+            part = tables.parts[task]
+            left = self._left[batch]
             left[part] -= 1
             self._in_flight[part[0]] += tables.forward[task] - (not left[part])
         self._busy[rank] = end

@@ -36,7 +36,8 @@ def peak_bytes(schedule: Schedule) -> tuple[float, ...]:
     Args:
         schedule: the schedule, whose costs have the sizes.
     """
-    size, costs = schedule.num_stages, schedule.costs
+    size = schedule.num_stages
+    costs = schedule.costs
     kept, output, scratch = (costs.per_stage(f"{name}_bytes", size) for name in ("activation", "output", "scratch"))
     # The peak of every kind of action, by stage, beyond the memory in use before.
     forward = tuple(map(sum, zip(kept, output, scratch, strict=True)))
@@ -52,7 +53,8 @@ def peak_bytes(schedule: Schedule) -> tuple[float, ...]:
         work = _Work(schedule, numbers)
         # The optimizer updates all stages of a rank at once.
         update = sum(extra[Kind.UPDATE][k] for k in {action.stage for action in work.actions})
-        begins, ends = defaultdict[int, float](float), defaultdict[int, float](float)
+        begins = defaultdict[int, float](float)
+        ends = defaultdict[int, float](float)
         graphs = {first for spans in work.graphs.values() for first, _ in spans}
         # In the steady state, a span that ends n cycles later is live n times when the list begins.
         for first, last, cycles, num_bytes in work.spans():
@@ -82,7 +84,8 @@ def fixed_bytes(schedule: Schedule) -> tuple[float, ...]:
     Args:
         schedule: the schedule, whose costs have the sizes.
     """
-    size, costs = schedule.num_stages, schedule.costs
+    size = schedule.num_stages
+    costs = schedule.costs
     fixed, weights = (costs.per_stage(f"{name}_bytes", size) for name in ("fixed", "weight"))
     sums = [0.0] * schedule.num_ranks
     for k, rank in enumerate(schedule.placement):
@@ -97,7 +100,8 @@ class _Work:
 
     def __init__(self, schedule: Schedule, numbers: Sequence[int]) -> None:
         graph = schedule.graph
-        self._schedule, self._numbers = schedule, numbers
+        self._schedule = schedule
+        self._numbers = numbers
         self.actions = [graph.tasks[task] for task in numbers]
         self._times = [(graph.late[task], i) for i, task in enumerate(numbers)]  # cycles later, and place in the list
         # The places of every stage's and micro-batch's tasks, in the order of time.
@@ -110,7 +114,8 @@ class _Work:
 
     def _graphs(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """Return the spans in which a micro-batch of a stage has its graph: the places of its first and last task."""
-        spans, begun = [], None
+        spans = []
+        begun = None
         last = next((i for i in reversed(places) if self.actions[i].kind in PASSES), None)
         for i in places if last is not None else ():
             frees = self._numbers[i] in self._schedule.frees
@@ -123,7 +128,9 @@ class _Work:
 
     def spans(self) -> Iterator[_Span]:
         """Iterate over everything that is live for a while."""
-        graph, actions, times = self._schedule.graph, self.actions, self._times
+        graph = self._schedule.graph
+        actions = self.actions
+        times = self._times
         activation, output, cotangent, gradient, head_gradient = (
             self._schedule.costs.per_stage(f"{name}_bytes", self._schedule.num_stages) for name in _NAMES
         )
@@ -136,7 +143,8 @@ class _Work:
             readers = {need.task: i for i in places for need in graph.needs[self._numbers[i]]}
             received: set[int] = set()
             above = self._places.get((k + 1, m, minibatch), [])
-            first, last = places[0], places[-1]
+            first = places[0]
+            last = places[-1]
             # The output of F lives until its graph is freed and the head has run, and while the next stage needs it as
             # input. A second forward makes a second output.
             uses = [i for i in places if actions[i].kind is Kind.HEAD]
@@ -148,7 +156,8 @@ class _Work:
                     uses.append(end)
             yield span(first, max([first, *uses, *above[-1:]], key=times.__getitem__), output[k])
             for i in places:
-                kind, needs = actions[i].kind, graph.needs[self._numbers[i]]
+                kind = actions[i].kind
+                needs = graph.needs[self._numbers[i]]
                 links = {need.task for need in needs if need.link} - received
                 received |= links
                 if kind is Kind.FORWARD:

@@ -140,7 +140,8 @@ def choose(
         ValueError: the order is unknown, or the schedule is for other flows, ages or ranks or cannot run.
     """
     order = check_order(order)
-    placement, ages = placement or tuple(range(len(flows[0][0].stages))), ages or message_ages(flows)
+    placement = placement or tuple(range(len(flows[0][0].stages)))
+    ages = ages or message_ages(flows)
     if isinstance(order, Schedule):
         if order.flows != flows or order.ages.weights != ages.weights:
             raise ValueError(

@@ -114,7 +114,8 @@ def paced(flows: Flows, placement: Placement, latest: Ages, costs: Costs) -> Cal
 
     lists = [depth_first(batch, i, fuse=False) for i, batch in enumerate(flows)]
     early, calls = _numbered(lists, flows, placement, message_ages(flows, latest.weights, "early"))
-    graph, known = replace(early, ages=latest), set[object]()
+    graph = replace(early, ages=latest)
+    known = set[object]()
     scheduler = cache(lambda cap: ListScheduler(graph, calls, costs, cap, paced=True))
 
     def schedules(pace: float, cap: int) -> Iterator[Schedule]:
@@ -150,7 +151,8 @@ def _calls(batches: Sequence[Sequence[Actions]], flows: Flows, ages: Ages) -> li
     #     call 1, cycle of several   F(0)/1 F(1)/1 B(0)/0 B(1)/0
     if not ages.oldest:
         return [list(lists) for lists in batches]
-    cycle, ranks = len(batches), range(len(batches[0]))
+    cycle = len(batches)
+    ranks = range(len(batches[0]))
     placed: list[list[list[tuple[bool, int, Action]]]] = [[[] for _ in ranks] for _ in batches]
     for (minibatch, lists), i in product(enumerate(batches), ranks):
         for place, action in enumerate(lists[i]):
@@ -238,7 +240,8 @@ def one_forward_one_backward(flows: BatchFlows, minibatch: int, *, fuse: bool = 
 def interleaved(flows: BatchFlows, minibatch: int, placement: Placement) -> list[Actions] | None:
     """Run interleaved 1F1B, a list for every rank: each holds every R-th stage, and changes stage after R micro-batches."""
     # If the stages or micro-batches are no multiple of the ranks, R, these may wait for each other.
-    num_ranks, size = 1 + max(placement), len(placement)
+    num_ranks = 1 + max(placement)
+    size = len(placement)
     if placement != make_placement("interleaved", size, num_ranks) or size % num_ranks or len(flows) % num_ranks:
         return None
     # 2 ranks, 4 stages, M = 2 (stage and micro-batch; heads left out). Rank r begins with at most
@@ -251,7 +254,8 @@ def interleaved(flows: BatchFlows, minibatch: int, placement: Placement) -> list
     here = size // num_ranks  # stages of a rank
 
     def key(a: Action) -> int:
-        (visit, rank), (group, m) = divmod(a.stage, num_ranks), divmod(a.microbatch, num_ranks)
+        (visit, rank) = divmod(a.stage, num_ranks)
+        (group, m) = divmod(a.microbatch, num_ranks)
         if a.kind in PASSES:  # from the last stage down
             visit = here - 1 - visit
         ahead = 2 * (num_ranks - 1 - rank) + num_ranks * (here - 1) + 1

@@ -15,7 +15,8 @@ from nwise.checks import check_at_least
 __all__ = ["C0", "C1", "POWERS", "Slot", "fit_slot", "paper_time"]
 
 # Seconds, for the paper's Transformers.
-C0, C1 = 0.025, 1.279
+C0 = 0.025
+C1 = 1.279
 POWERS = (1, 2, 4, 8, 16, 32)
 
 

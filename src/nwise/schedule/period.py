@@ -69,7 +69,8 @@ def period(clock: Clock, limit: float = math.inf) -> float:
             # Tokens that raise each other lie on a cycle with a larger mean. If only rounding makes it larger, it is the largest.
             if mean <= longest:
                 return longest
-            longest, arcs = mean, {}
+            longest = mean
+            arcs = {}
     return longest
 
 
@@ -93,7 +94,8 @@ def _largest_mean(arcs: dict[Token, tuple[Token, float]]) -> float | None:
     means: list[float] = []
     seen: dict[Token, Token] = {}
     for first in arcs:
-        token, path = first, []
+        token = first
+        path = []
         while token in arcs and token not in seen:
             seen[token] = first
             path.append(token)

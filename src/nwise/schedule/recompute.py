@@ -29,10 +29,13 @@ def recomputing(schedule: Schedule) -> Schedule:
     if schedule.recomputed:
         return schedule
     graph = schedule.graph
-    tasks, needs, before = list(graph.tasks), list(graph.needs), dict[int, int]()
+    tasks = list(graph.tasks)
+    needs = list(graph.needs)
+    before = dict[int, int]()
     for numbers in schedule.microbatches.values():
         forward, *later = [n for n in numbers if tasks[n].kind in (Kind.FORWARD, *PASSES)]
-        tracked, kept = forward in schedule.continued, False
+        tracked = forward in schedule.continued
+        kept = False
         for task in later:
             action = tasks[task]
             if not tracked:

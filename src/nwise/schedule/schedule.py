@@ -88,7 +88,8 @@ class Schedule:
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """The same with messages, as a rank runs them: a send right after its task, a receive right before its first use."""
-        receives, sends = defaultdict[int, list[Action]](list), dict[int, list[Action]]()
+        receives = defaultdict[int, list[Action]](list)
+        sends = dict[int, list[Action]]()
         for (task, user), (send, receive) in zip(self.messages, self.transfers, strict=True):
             sends[task] = [send]
             receives[user].append(receive)
@@ -114,7 +115,8 @@ class Schedule:
     @cached_property
     def continued(self) -> frozenset[int]:
         """The tasks that are followed by a pass of the same stage and micro-batch, with no other work of the rank in between."""
-        tasks, result = self.graph.tasks, set[int]()
+        tasks = self.graph.tasks
+        result = set[int]()
 
         def work(task: int) -> tuple[int, int, int, int, bool]:
             a = tasks[task]
@@ -130,7 +132,8 @@ class Schedule:
     @cached_property
     def microbatches(self) -> dict[tuple[int, int, int], list[int]]:
         """The computations of every stage and micro-batch in the order of time, by (stage, micro-batch, mini-batch)."""
-        tasks, late = self.graph.tasks, self.graph.late
+        tasks = self.graph.tasks
+        late = self.graph.late
         found: dict[tuple[int, int, int], list[int]] = {}
         for task in sorted(self.place, key=lambda task: (late[task], self.place[task])):
             if tasks[task].kind is not Kind.UPDATE:
@@ -145,7 +148,8 @@ class Schedule:
     @cached_property
     def frees(self) -> frozenset[int]:
         """The forwards and passes after which a stage lets its graph go, because a second forward makes it again."""
-        tasks, found = self.graph.tasks, set[int]()
+        tasks = self.graph.tasks
+        found = set[int]()
         for key in self.recomputed:
             work = [n for n in self.microbatches[key] if tasks[n].kind is not Kind.HEAD]
             found.update(one for one, after in pairwise(work) if tasks[after].kind is Kind.RECOMPUTE)
@@ -160,7 +164,8 @@ class Schedule:
     def messages(self) -> tuple[tuple[int, int], ...]:
         """Every task whose result travels to another rank, with the task that receives it: the first in time to need it."""
         # A later one finds it on its rank. What is older comes in a later call.
-        tasks, place = self.graph.tasks, self.place
+        tasks = self.graph.tasks
+        place = self.place
         first: dict[int, tuple[int, int, int]] = {}
         for user, needs in enumerate(self.graph.needs):
             for need in needs:
@@ -234,10 +239,12 @@ class Schedule:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Largest number of micro-batches in flight on every stage: forward done, last use still to come."""
-        tasks, late = self.graph.tasks, self.graph.late
+        tasks = self.graph.tasks
+        late = self.graph.late
         #     F(0) F(1) B(0) F(2) B(1) B(2)      a micro-batch counts from its forward to its last task:
         #      1    2    2    2    2    1        at most two are in flight
-        now, most = [0] * self.num_stages, [0] * self.num_stages
+        now = [0] * self.num_stages
+        most = [0] * self.num_stages
         for numbers in self.by_rank:
             work = [task for task in numbers if tasks[task].kind is not Kind.UPDATE]
             # The last in time: a pass of an earlier mini-batch may stand before the forward in the list.

@@ -87,11 +87,15 @@ class Timeline:
     @cached_property
     def messages(self) -> list[Message]:
         """All messages between stages, each with the first task that uses it."""
-        graph, transfers, found = self.schedule.graph, self.clock.transfers, list[Message]()
+        graph = self.schedule.graph
+        transfers = self.clock.transfers
+        found = list[Message]()
         for (cycle, times), (task, user) in product(enumerate(self.runs), self.schedule.messages):
             earlier = graph.late[user] - graph.late[task]
             if earlier <= cycle and _batch(self.schedule, user, cycle) >= 0:
-                sent, sender, receiver = self.runs[cycle - earlier], graph.tasks[task].stage, graph.tasks[user].stage
+                sent = self.runs[cycle - earlier]
+                sender = graph.tasks[task].stage
+                receiver = graph.tasks[user].stage
                 arrives = sent.end[transfers.get(task, task)] + self.schedule.costs.latency
                 found.append(Message(sender, receiver, sent.end[task], arrives, times.start[user]))
         return found
@@ -107,7 +111,8 @@ class Timeline:
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
         """Share of the second half of the run in which each rank works, between two ends of its list."""
-        half, shares = len(self.runs) // 2, []
+        half = len(self.runs) // 2
+        shares = []
         for tasks in self.schedule.by_rank:
             begin = self.runs[half - 1].end[tasks[-1]] if half else 0.0
             length = self.runs[-1].end[tasks[-1]] - begin
@@ -145,7 +150,8 @@ def simulate(schedule: Schedule, *, cycles: int = 4) -> Timeline:
     """
     check_at_least(1, cycles=cycles)
     check_schedule(schedule)
-    clock, size = make_clock(schedule), len(schedule.graph.tasks)
+    clock = make_clock(schedule)
+    size = len(schedule.graph.tasks)
     runs: list[Times] = []
     for cycle in range(cycles):
         # The first calls leave out the passes of mini-batches that do not exist: these take no time and wait for nothing.

@@ -53,7 +53,8 @@ def sweep(
     #
     #     list 0   F0 F1 | W0           W0 waits for B0, so list 0 is parked at B0
     #     list 1   F0 | B0              B0 runs and wakes list 0
-    at, parked = [0] * len(lists), dict[int, list[int]]()
+    at = [0] * len(lists)
+    parked = dict[int, list[int]]()
     awake: list[tuple[object, int]] = []
 
     def wake(i: int) -> None:
@@ -64,7 +65,8 @@ def sweep(
         wake(i)
     while awake:
         i = heapq.heappop(awake)[1]
-        tasks, place = lists[i], at[i]
+        tasks = lists[i]
+        place = at[i]
         while place < len(tasks):
             task = tasks[place]
             missing = machine(i, task)
@@ -86,7 +88,9 @@ def sweep(
 def merge(graph: TaskGraph, lists: Sequence[Sequence[int]]) -> list[int]:
     """Merge the lists of a call into one order that respects each of them, for one process; updates come last."""
     # The oldest micro-batch comes first, then passes before forwards (False < True), so few micro-batches are in flight.
-    tasks, done, order = graph.tasks, set[int](), list[int]()
+    tasks = graph.tasks
+    done = set[int]()
+    order = list[int]()
     updates = [task for one in lists for task in one if tasks[task].kind is Kind.UPDATE]
 
     def run(_: int, task: int) -> int | None:

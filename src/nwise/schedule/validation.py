@@ -91,7 +91,8 @@ def _check_ages(graph: TaskGraph) -> None:
 
 def _check_lists(schedule: Schedule) -> None:
     """Raise ValueError unless the lists of every call have each of their tasks once, the updates last."""
-    graph, (calls, ranks) = schedule.graph, (len(schedule.flows), schedule.num_ranks)
+    graph = schedule.graph
+    (calls, ranks) = (len(schedule.flows), schedule.num_ranks)
     if [len(lists) for lists in schedule.lists] != [ranks] * calls:
         found = [len(lists) for lists in schedule.lists]
         raise ValueError(f"`lists` should have one list for each of the {ranks} ranks in {calls} calls. Found {found}.")
@@ -103,7 +104,8 @@ def _check_lists(schedule: Schedule) -> None:
         for task in tasks
     )
     if counts != expected:
-        missing, extra = expected - counts, counts - expected
+        missing = expected - counts
+        extra = counts - expected
         task, call, rank = next(iter(missing or extra))
         action = graph.tasks[task] if task in range(len(graph.tasks)) else f"task {task}"
         problem = f"no {action}" if missing else f"{action} too often or unneeded"

@@ -160,7 +160,8 @@ def _exits(
     # The gradient of w2 depends only on the cotangent that arrives at product 2. A pass from there to w2 alone is short. But if
     # w1 were w2, that pass would continue to product 1, and W would count product 1 twice. So shared parameters have
     # no exits.
-    wanted, goals = set(learns), set(inputs)
+    wanted = set(learns)
+    goals = set(inputs)
     reaches: dict[Node, bool] = {}  # whether a path continues to an input
     beyond: dict[Node, dict[Tensor, None]] = {}  # the parameters that a node without such a way leads to
     exits: dict[Node, dict[Tensor, None]] = {}

@@ -42,7 +42,8 @@ __all__ = ["LossFn", "Stage"]
 
 LossFn = Callable[..., Tensor]
 
-_gradient, _detach = attrgetter("grad"), Tensor.detach
+_gradient = attrgetter("grad")
+_detach = Tensor.detach
 _ADVICE = {  # by a part of torch's error
     "backward through the graph a second time": "may keep a tensor with its graph, such as a hidden state; detach it",
     "modified by an inplace operation": "may write to a buffer that its graph holds; compute with a clone of it",
@@ -62,7 +63,9 @@ class Stage:
     """
 
     def __init__(self, index: int, module: nn.Module, head: nn.Module | None, loss_fn: LossFn) -> None:
-        self.index, self._name, self._output = index, f"Stage {index}", f"The output of stage {index}"
+        self.index = index
+        self._name = f"Stage {index}"
+        self._output = f"The output of stage {index}"
         self._head_name = f"The head or loss of stage {index}"
         self.module = module
         self.head = head
@@ -96,7 +99,8 @@ class Stage:
         Raises:
             ValueError: the stage is TorchScript, which cannot run again or with other weights.
         """
-        k, late = self.index, self.index in schedule.late_stages
+        k = self.index
+        late = self.index in schedule.late_stages
         copies = late and schedule.ages.stashes
         if self._scripted and (copies or schedule.recomputed):
             raise ValueError(
@@ -106,7 +110,9 @@ class Stage:
         weights = self._present
         if late:
             weights = (Copies if copies else InMemory)(self.learns, self.module, self._name)
-        passes, flows, again = schedule.passes[minibatch], schedule.flows[minibatch], schedule.recomputed
+        passes = schedule.passes[minibatch]
+        flows = schedule.flows[minibatch]
+        again = schedule.recomputed
         return {
             m: Tape(flow.stages[k], batch, m, passes[k, m], weights, (k, m, minibatch) in again)
             for m, flow in enumerate(flows)
@@ -178,16 +184,21 @@ class Stage:
 
     def _outputs(self, tape: Tape) -> Tensors:
         """Run the module, with a graph if the tape is tracked."""
-        part, device = ("stage", self.index, tape.microbatch), tape.inputs[0].device
+        part = ("stage", self.index, tape.microbatch)
+        device = tape.inputs[0].device
         function = partial(run_module, self.module, what=self._output)
         with tape.weights.computing, torch.set_grad_enabled(tape.tracked):
             return tape.batch.draws.run(part, device, run_unchanged, function, tape.inputs, self._name)
 
     def _run_head(self, tape: Tape) -> None:
         """Run H: fill the ``.grad`` of the head's parameters, and report the micro-batch's mean loss."""
-        batch, m, flow = tape.batch, tape.microbatch, tape.flow
-        target, weight = batch.targets[m], batch.weights[m][self.index]
-        part, device = ("head", self.index, m), tape.outputs[0].device
+        batch = tape.batch
+        m = tape.microbatch
+        flow = tape.flow
+        target = batch.targets[m]
+        weight = batch.weights[m][self.index]
+        part = ("head", self.index, m)
+        device = tape.outputs[0].device
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         loss = batch.draws.run(part, device, run_unchanged, self.loss, leaves, self._head_name, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -238,7 +249,8 @@ class Stage:
         assert cotangent is not None, "the flow has this pass"
         PRESENT.share = cotangent.total * tape.batch.samples[tape.microbatch]
         if kind is Kind.WEIGHT_GRAD and tape.kept is not None:
-            kept, tape.kept = tape.kept, None
+            kept = tape.kept
+            tape.kept = None
             kept.replay(partial(add_gradients, retain_graph=again))
             return
         outputs, seeds = tape.start(cotangent, given)

@@ -66,7 +66,8 @@ class Tape:
         for p, weight in enumerate(cotangent.received):
             if weight:
                 terms.append((weight, messages[p]))
-        roots, seeds = [], []
+        roots = []
+        seeds = []
         for i, output in enumerate(self.outputs):
             total: Tensor | None = None
             for weight, gradients in terms if output.requires_grad else ():

@@ -64,7 +64,8 @@ class Copies(Weights):
     """
 
     def __init__(self, learns: Sequence[Tensor], module: nn.Module, name: str) -> None:
-        self._refusal, own = f"{name} {NO_HOOKS}", dict.fromkeys(learns)
+        self._refusal = f"{name} {NO_HOOKS}"
+        own = dict.fromkeys(learns)
         super().__init__(list(map(_learning_copy, own)))
         self._used = dict(zip(own, self.learns, strict=True))
         # Every place once. `torch.func.functional_call` goes by names, and a module that is used twice has two: it would keep

@@ -77,7 +77,9 @@ class Clip:
     def __init__(self, pipe: Pipeline, max_norm: float, by: ClipBy = "global") -> None:
         if not max_norm > 0:
             raise ValueError(f"`max_norm` should be above 0. Found {max_norm}.")
-        self._pipe, self._max_norm, self._by = pipe, max_norm, by
+        self._pipe = pipe
+        self._max_norm = max_norm
+        self._by = by
         self._follow(pipe.strategy)
 
     def _follow(self, strategy: Strategy) -> None:
@@ -92,7 +94,8 @@ class Clip:
         """Clip the gradients of the last step; return the norms before, of the groups with stages in this process."""
         if self._pipe.strategy != self._strategy:
             self._follow(self._pipe.strategy)
-        processes, owned = self._pipe.processes, self._owned()
+        processes = self._pipe.processes
+        owned = self._owned()
         # Without shared groups no rank waits for another, so there is no call to announce.
         if self._shared:
             processes.announce("clipping")

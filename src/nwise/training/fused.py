@@ -41,7 +41,8 @@ class Fused:
 
     def check(self, parameter: Tensor, name: str) -> None:
         """Raise ValueError unless a parameter has these parts."""
-        total, shape = self.blocks * sum(self.sizes), tuple(parameter.shape)
+        total = self.blocks * sum(self.sizes)
+        shape = tuple(parameter.shape)
         if self.dim not in (0, 1) or min(self.sizes, default=0) < 1 or shape[self.dim] != total:
             raise ValueError(
                 f"{name!r} should consist of the parts of {self}. Found shape {shape}; give sizes whose sum, times the blocks, "
@@ -116,7 +117,8 @@ def known_parts(name: str, parameter: Tensor, layer: nn.Module, owner: nn.Module
     # name or shape that looks fused without a rule is an error: to guess would train another matrix than the network has.
     *path, called, leaf = ["", *name.split(".")]
     dim = 1 if type(layer).__name__ == "Conv1D" else 0  # GPT-2's layer, whose weight is transposed
-    outs, ins = parameter.shape[dim], parameter.shape[1 - dim]
+    outs = parameter.shape[dim]
+    ins = parameter.shape[1 - dim]
     rows: Fused | None = None
     if isinstance(layer, nn.MultiheadAttention) and leaf == "in_proj_weight":
         rows = _as_wide_as_input(layer, outs, ins)

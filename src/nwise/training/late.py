@@ -98,7 +98,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ) -> None:
-        muon, adam = [], []
+        muon = []
+        adam = []
         known: Mapping[Any, Fused | None] = matrices if isinstance(matrices, Mapping) else dict.fromkeys(matrices)
         # A group with half of AdamW's rate has half of Muon's, too.
         for group in groups:
@@ -160,7 +161,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         #
         #     qkv.weight             -> q, k, v -> Muon -> back into qkv.weight
         #     its momentum_buffer    -> q, k, v -> Muon -> back into the state of qkv.weight
-        groups, state = muon.param_groups, muon.state
+        groups = muon.param_groups
+        state = muon.state
         muon.param_groups = [{**group, "params": []} for group in groups]
         muon.state = type(state)(dict)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -185,7 +187,8 @@ class MuonWithAdam(torch.optim.Optimizer):
         try:
             muon.step()
         finally:
-            muon.param_groups, muon.state = groups, state
+            muon.param_groups = groups
+            muon.state = state
         for view, matrix in copies:
             view.copy_(matrix.view_as(view))
 
@@ -305,7 +308,8 @@ class _Changes:
     ) -> None:
         # Around the optimizer's own update, whatever it is: the change of a parameter is what stands there after it.
         self._before: dict[Tensor, Tensor] = {}
-        self._change, self._last = change, last
+        self._change = change
+        self._last = last
         optimizer.register_step_pre_hook(self._remember)
         self._handle = optimizer.register_step_post_hook(self)
 

@@ -48,7 +48,9 @@ class NonFiniteGuard:
     ) -> None:
         if policy not in ("stop", "skip", "ignore"):
             raise ValueError(f"`on_nan` should be stop, skip or ignore. Found {policy!r}.")
-        self._pipe, self._policy, self._report = pipe, policy, report
+        self._pipe = pipe
+        self._policy = policy
+        self._report = report
         self._follow(pipe.strategy)
         self._buffers: dict[Tensor, Tensor] = {}
 
@@ -149,11 +151,13 @@ class NonFiniteGuard:
         return left_out
 
     def _stop(self, stage: int) -> None:
-        wrong, losses = self._wrong_losses(stage), self._pipe.microbatch_losses
+        wrong = self._wrong_losses(stage)
+        losses = self._pipe.microbatch_losses
         # A bad gradient of a stage under a delay belongs to an earlier mini-batch; heads learn from the newest.
         is_late = not wrong and _is_bad(self._pipe.stages[stage])
         step = self._pipe.steps - 1 - (int(self._pipe.staleness[stage].max()) if is_late else 0)
-        what, value = f"The gradient of stage {stage} or its head", "nan or infinite values"
+        what = f"The gradient of stage {stage} or its head"
+        value = "nan or infinite values"
         if wrong:
             what = f"The loss of stage {stage}'s head"
             value = f"{float(losses[stage, wrong[0]])} in micro-batch {wrong[0]}"

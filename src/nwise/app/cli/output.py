@@ -26,9 +26,13 @@ __all__ = [
     "print_json",
 ]
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
-INTERRUPTED, CLOSED = 130, 141  # 128 plus the signal's number, as in a shell
-UNWRITTEN, STOPPED = 74, 75  # EX_IOERR and EX_TEMPFAIL of sysexits.h
+OK = 0
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 plus the signal's number, as in a shell
+CLOSED = 141
+UNWRITTEN = 74  # EX_IOERR and EX_TEMPFAIL of sysexits.h
+STOPPED = 75
 
 # tyro's settings for every command.
 PARSING = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)

@@ -146,7 +146,8 @@ def _say_if_free(console: Output, costs: Costs, bandwidth: float, period: float)
 
 def _placement(plans: nwise.Plans, measured: Profile) -> str | None:
     """Return the placement by work of the recipe's own stages; None if these are too few."""
-    chosen, count = plans.recommended, len(measured.starts)
+    chosen = plans.recommended
+    count = len(measured.starts)
     if not 1 < len(plans.devices) < count:
         return None
     flows = method_flows("end-to-end" if chosen.end_to_end else chosen.strategy, count, chosen.num_microbatches)

@@ -36,7 +36,8 @@ def random_resized_crop(image_CHW: Tensor, size: int, generator: torch.Generator
         area, aspect = torch.rand(2, generator=generator).tolist()
         target = height * width * (0.08 + 0.92 * area)
         ratio = math.exp((2 * aspect - 1) * math.log(4 / 3))
-        w, h = round(math.sqrt(target * ratio)), round(math.sqrt(target / ratio))
+        w = round(math.sqrt(target * ratio))
+        h = round(math.sqrt(target / ratio))
         if 0 < w <= width and 0 < h <= height:
             top = int(torch.randint(0, height - h + 1, (), generator=generator))
             left = int(torch.randint(0, width - w + 1, (), generator=generator))
@@ -49,7 +50,8 @@ def centre_crop(image_CHW: Tensor, size: int) -> Tensor:
     _, height, width = image_CHW.shape
     scale = size / min(height, width)
     image_CHW = resize(image_CHW, max(size, round(height * scale)), max(size, round(width * scale)))
-    top, left = (image_CHW.shape[1] - size) // 2, (image_CHW.shape[2] - size) // 2
+    top = (image_CHW.shape[1] - size) // 2
+    left = (image_CHW.shape[2] - size) // 2
     return image_CHW[:, top : top + size, left : left + size]
 
 

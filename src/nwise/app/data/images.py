@@ -110,14 +110,17 @@ def digits(seed: int = 0) -> tuple[Images, Images]:
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
     if file is not None and file.is_file():
         table = np.loadtxt(file, np.uint8, delimiter=",")  # 64 pixels of 0 to 16, and the label
-        values, target = table[:, :64], table[:, 64]
+        values = table[:, :64]
+        target = table[:, 64]
     else:
         bundle = needed("sklearn.datasets", "app", "The bundled digits").load_digits()
-        values, target = bundle.data, bundle.target
+        values = bundle.data
+        target = bundle.target
     pixels = torch.from_numpy(np.round(values * (255 / 16)).astype(np.uint8)).reshape(-1, 1, 8, 8)
     labels = torch.from_numpy(target.astype(np.int64))
     order = torch.randperm(len(labels), generator=generator(seed, "digits"))
-    train, test = order[:1437], order[1437:]
+    train = order[:1437]
+    test = order[1437:]
     images = Images(pixels, labels, tuple(map(str, range(10))), *_statistics(pixels[train]), "none", 8)
     return images.subset(train), images.subset(test)
 
@@ -244,7 +247,8 @@ def _classes(tables: list[sources.Table]) -> tuple[str, ...]:
     values = {value for labels, _ in columns for value in labels} - {None}
     kinds = sorted({type(value).__name__ for value in values})
     if len(kinds) > 1:
-        where, found = f"{tables[0].name} and the files beside it", " and ".join(kinds)
+        where = f"{tables[0].name} and the files beside it"
+        found = " and ".join(kinds)
         raise ValueError(f"The labels of {where} should be of one type. Found {found}; convert them.")
     return tuple(map(str, sorted(values)))
 
@@ -255,7 +259,8 @@ class _Table(Dataset[Tensor]):
     def __init__(self, table: sources.Table, classes: tuple[str, ...]) -> None:
         self.name = table.name
         image = sources.column(table, _IMAGE, "images")
-        undecoded, cells = sources.library().Image(decode=False), table.rows.select_columns([image])
+        undecoded = sources.library().Image(decode=False)
+        cells = table.rows.select_columns([image])
         try:
             self._images = cells.cast_column(image, undecoded)
         except Exception as error:
@@ -269,7 +274,8 @@ class _Table(Dataset[Tensor]):
             named = names is not None and isinstance(value, int) and 0 <= value < len(names)
             name = names[value] if named else str(value)  # type: ignore[index]
             if name not in numbers:
-                where, wanted = f"The label of {self.name}, row {row},", f"one of {len(numbers)} classes"
+                where = f"The label of {self.name}, row {row},"
+                wanted = f"one of {len(numbers)} classes"
                 raise ValueError(f"{where} should be {wanted}. Found {value!r}; correct or remove the row.")
             self.labels.append(numbers[name])
 

@@ -44,7 +44,8 @@ def library() -> Any:
 
 # One Billion Word: its files have a name of their own for the test split, and on the hub only the branch of converted files has
 # data, since `datasets` runs no loading scripts.
-_LM1B, _CONVERTED = "billion-word-benchmark/lm1b", "refs/convert/parquet"
+_LM1B = "billion-word-benchmark/lm1b"
+_CONVERTED = "refs/convert/parquet"
 
 
 def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
@@ -64,9 +65,11 @@ def tables(source: str, split: str, *, hub: str | None = None) -> list[Table]:
     path = local_folder(source)
     datasets = library()
     if path is None:
-        name, branch = hub or source, None
+        name = hub or source
+        branch = None
         if name == _LM1B:
-            split, branch = "test" if split == "heldout" else split, _CONVERTED
+            split = "test" if split == "heldout" else split
+            branch = _CONVERTED
         try:
             with _cache_only_without_hub(datasets) as is_reached:
                 return [Table(f"{name} ({split})", datasets.load_dataset(name, split=split, revision=branch))]

@@ -166,7 +166,8 @@ class Tokens:
 def standard_library(max_bytes: int = 2_000_000) -> str:
     """Concatenate the source of the standard library, the same for the same installation of Python, up to a size."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    pieces, total = [], 0
+    pieces = []
+    total = 0
     for file in sorted(folder.glob("*.py")):
         with suppress(UnicodeDecodeError):
             pieces.append(file.read_text(encoding="utf-8"))
@@ -222,7 +223,8 @@ _AT_ONCE = 10_000  # pieces of text to encode, by all cores
 
 def _encoded(tokenizer: Tokenizer, pieces: Sequence[str], what: str) -> tuple[Tensor, Tensor]:
     """Return the tokens of all pieces in one row, int32, and the number of each piece's."""
-    numbers, lengths = [], []
+    numbers = []
+    lengths = []
     for start in with_progress_bar(range(0, len(pieces), _AT_ONCE), what, least=2):
         encoded = tokenizer.encode_all(pieces[start : start + _AT_ONCE])
         numbers.append(np.fromiter(chain.from_iterable(encoded), dtype=np.int32))
@@ -243,7 +245,8 @@ def embedded_text(
     check_range("withheld", withheld, 1, least=True)
     text = standard_library(max_bytes)
     border = int(len(text) * (1 - _TEST_SHARE))
-    train, test = text[:border], text[border:]
+    train = text[:border]
+    test = text[border:]
     if withheld:
         kept = int(border * (1 - withheld))
         train, test = train[:kept], train[kept:]

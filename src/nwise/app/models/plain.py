@@ -30,7 +30,8 @@ def convnet(
     check_at_least(3, image_size=image_size)
     blocks: dict[str, nn.Module] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    channels, size = in_channels, image_size
+    channels = in_channels
+    size = image_size
     for k in range(num_stages):
         pooled = k >= num_stages - 2
         width = 2 * filters if pooled else filters

@@ -113,16 +113,15 @@ def resnet(
     if width_factor <= 0:
         raise ValueError(f"`width_factor` should be above 0. Found {width_factor}.")
     classes, size = (1000, 224) if name == "50" else (10, 32)
-    num_classes, image_size = (
-        classes if num_classes is None else num_classes,
-        size if image_size is None else image_size,
-    )
+    num_classes = classes if num_classes is None else num_classes
+    image_size = size if image_size is None else image_size
     check_at_least(1, num_classes=num_classes)
     check_at_least(8, image_size=image_size)
     make, groups, stem = _SHAPES[name]
     channels = max(1, round(stem * width_factor))
     pieces: dict[str, nn.Module] = {"stem": _stem(channels, large=image_size >= 64)}
-    starts, widths = [], {"stem": channels}
+    starts = []
+    widths = {"stem": channels}
     for group, (width, count) in enumerate(groups):
         for i in range(count):
             stride = 2 if group and not i else 1

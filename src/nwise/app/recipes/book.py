@@ -103,7 +103,8 @@ def cifar10_resnet() -> Recipe:
 @_named
 def cifar10_finetune() -> Recipe:
     """E4, full size: 80 epochs local, heads discarded, optimizer reset, 20 epochs end-to-end."""
-    sgd, then = Sgd(), Sgd(drops=(12 / 20, 16 / 20, 18 / 20))  # 1-wise's own schedule drops first after 112 epochs
+    sgd = Sgd()  # 1-wise's own schedule drops first after 112 epochs
+    then = Sgd(drops=(12 / 20, 16 / 20, 18 / 20))
     strategy = "local@80epochs,end-to-end"
     return Recipe(data=_CROP_FLIP, model=ResNet(), optimizer=sgd, then=then, strategy=strategy, epochs=100)
 

@@ -277,7 +277,8 @@ class Recipe:
                 raise TypeError(f"`{name}` should be one of {kinds}. Found {value!r}.")
         is_text = isinstance(self.data, Text)
         if isinstance(self.model, Gpt) != is_text:
-            model, data = type(self.model).__name__, type(self.data).__name__
+            model = type(self.model).__name__
+            data = type(self.data).__name__
             raise ValueError(f"`model` and `data` should both be of text or both of images. Found {model} and {data}.")
         if self.channels_last and is_text:
             raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")

@@ -27,8 +27,10 @@ def lines(runs: Sequence[tuple[str, int, Sequence[Series]]], title: str, *, seve
     traces = []
     for i, (name, num_stages, curves) in enumerate(runs):
         for series in curves:
-            output, head = series.head == num_stages - 1, head_name(series.head, num_stages)
-            colour, dash = i if several else series.head, _DASHES[(num_stages - 1 - series.head) % len(_DASHES)]
+            output = series.head == num_stages - 1
+            head = head_name(series.head, num_stages)
+            colour = i if several else series.head
+            dash = _DASHES[(num_stages - 1 - series.head) % len(_DASHES)]
             look = {
                 "mode": "lines+markers",
                 "line": {"color": COLOURS[colour % len(COLOURS)], "dash": dash},

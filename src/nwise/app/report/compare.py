@@ -92,7 +92,8 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
         )
     # The numbers come from the records, so every number shown was written.
     tests = Summary(run.folder.name, run).head("test", recipe.quality, trainer.pipe.num_stages - 1)
-    steps, values = tests.along["step"], [float("nan") if value is None else value for value in tests.values]
+    steps = tests.along["step"]
+    values = [float("nan") if value is None else value for value in tests.values]
     curve = Curve([int(step) for step in steps], values, _slots(trainer, steps))
     return Result(recipe.strategy, str(run.folder), recipe.quality, curve, run.metrics()[-1]["seconds"])
 

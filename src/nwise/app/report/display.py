@@ -22,7 +22,8 @@ from nwise.app.training import Callback, Score, Scores, Trainer
 _REFRESH_PER_SECOND = 4  # redrawing more often would cost more than a small model's step
 _SECONDS_BETWEEN_LINES = 60
 _KNOWN = 5.0  # seconds of work after which the rest can be estimated
-_SLOW_TEST, _SLOW_RUN = 60.0, 600.0  # seconds from which it is worth a line
+_SLOW_TEST = 60.0  # seconds from which it is worth a line
+_SLOW_RUN = 600.0
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -86,12 +87,14 @@ class Forecast(Callback):
         self._say = say
 
     def started(self, trainer: Trainer) -> None:
-        self._num_steps, self._every = trainer.num_steps, trainer.steps_per_test
+        self._num_steps = trainer.num_steps
+        self._every = trainer.steps_per_test
         options = ["--max-steps 100", *(["--test-limit 500"] if hasattr(trainer.recipe.data, "test_limit") else [])]
         self._trial = " and ".join(f"`{option}`" for option in options)
         self._at = time.perf_counter()  # of the last step or test
         self._test = 0.0  # seconds of the last test
-        self._seconds, self._steps = 0.0, -1  # of training; the first step also warms up
+        self._seconds = 0.0  # of training; the first step also warms up
+        self._steps = -1
         self._said_test = self._said_run = False
 
     def evaluating(self, done: int, total: int) -> None:
@@ -108,7 +111,8 @@ class Forecast(Callback):
 
     def evaluated(self, step: int, scores: Scores) -> None:
         now = time.perf_counter()
-        self._test, self._at = now - self._at, now
+        self._test = now - self._at
+        self._at = now
 
     def stepped(self, step: int, losses: Tensor) -> None:
         now = time.perf_counter()
@@ -132,9 +136,14 @@ class _Display(Callback):
         self.console = console
 
     def started(self, trainer: Trainer) -> None:
-        recipe, pipe, self.total = trainer.recipe, trainer.pipe, trainer.num_steps
-        self.began, self.kind = time.perf_counter(), recipe.quality
-        (main, heads), threads, ranks = trainer.num_parameters, torch.get_num_threads(), pipe.processes.size
+        recipe = trainer.recipe
+        pipe = trainer.pipe
+        self.total = trainer.num_steps
+        self.began = time.perf_counter()
+        self.kind = recipe.quality
+        (main, heads) = trainer.num_parameters
+        threads = torch.get_num_threads()
+        ranks = pipe.processes.size
         processes, each = (f", {ranks} processes", " each") if ranks > 1 else ("", "")
         self.title = (
             f"{recipe.name}: {pipe.num_stages} stages, {recipe.strategy}, {main:,} parameters + {heads:,} in heads, "
@@ -222,7 +231,9 @@ class PlainDisplay(_Display):
         self.say(self.title)
         last = trainer.pipe.num_stages - 1
         self.say(f"columns: heads of stages 0 to {last}, the last is the output; –: not trained (see --heads)")
-        self.step, self.losses, self.printed = trainer.pipe.steps, "", self.began
+        self.step = trainer.pipe.steps
+        self.losses = ""
+        self.printed = self.began
 
     def stepped(self, step: int, losses: Tensor) -> None:
         self.step = step

@@ -65,7 +65,8 @@ class Choices:
         Raises:
             ValueError: an invalid strategy, costs or latency, or a picture that would be too large.
         """
-        stages, m = self.stages, max(self.microbatches)
+        stages = self.stages
+        m = max(self.microbatches)
         check_at_least(1, stages=min(stages), microbatches=min(self.microbatches))
         if (size := max(stages) * m * _ACTIONS) > MOST:
             raise ValueError(
@@ -100,7 +101,9 @@ class Choices:
         return [place for place in product(*(range(len(values)) for values in sizes)) if place[:2] in drawn]
 
     def time(self, place: Place) -> Schedule:
-        method, stages, m = self.methods[place[0]], self.stages[place[1]], self.microbatches[place[2]]
+        method = self.methods[place[0]]
+        stages = self.stages[place[1]]
+        m = self.microbatches[place[2]]
         costs = replace(list(self.costs.values())[place[3]].split_in(m), latency=self.latency[place[4]])
         size = stages_on(stages, method)
         parts = costs.cut_in(size // stages)

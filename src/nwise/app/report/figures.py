@@ -118,7 +118,8 @@ def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: 
 
 
 def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    colour, marker = method_colour(name) or COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    colour = method_colour(name) or COLOURS[i % len(COLOURS)]
+    marker = MARKERS[i % len(MARKERS)]
     axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
     axes.grid(visible=True, alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -136,7 +137,8 @@ def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> 
     if len(turns) == columns + 1 and columns > 1:
         columns = -(-len(turns) // 2)  # two even rows, not one panel alone in the second
     rows = -(-len(turns) // columns)
-    width, height = 1.05 * (num_stages + 0.5) * columns, 2.2 * rows
+    width = 1.05 * (num_stages + 0.5) * columns
+    height = 2.2 * rows
     with new_figure(width, height, path, bbox_inches="tight", pad_inches=0.12) as figure:
         panels = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes in panels:
@@ -179,7 +181,8 @@ def _draw_flow(axes: Axes, credit: Tensor) -> None:
 def _box(axes: Axes, x: float, y: float, width: float, height: float, text: str, fill: str, edge: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    corner, style = (x - width / 2, y - height / 2), "round,pad=0,rounding_size=0.06"
+    corner = (x - width / 2, y - height / 2)
+    style = "round,pad=0,rounding_size=0.06"
     axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=fill, edgecolor=edge))
     axes.text(x, y, text, ha="center", va="center", fontsize=10.5)
 

@@ -75,7 +75,8 @@ class Picture:
 
     def name(self, event: Event) -> str:
         """Return the short name of an event: its stage, if a rank has several, its kind and its micro-batch."""
-        schedule, action = self.schedule, event.action
+        schedule = self.schedule
+        action = event.action
         stage = str(action.stage) if schedule.num_ranks < schedule.num_stages else ""
         return f"{stage}{action.kind.value}{action.microbatch}"
 
@@ -95,7 +96,8 @@ def row_names(placement: Placement) -> list[str]:
 
 def terminal_grid(picture: Picture, width: int) -> Text:
     """Draw a row for each rank, cut at a number of characters; time runs to the right, a dot is a wait."""
-    events, rows = picture.events, [f"{name} " for name in picture.rows]
+    events = picture.events
+    rows = [f"{name} " for name in picture.rows]
     margin = max(map(len, rows))
     if not events:
         return Text("nothing takes any time\n", "dim")
@@ -107,12 +109,14 @@ def terminal_grid(picture: Picture, width: int) -> Text:
     cell = max(len(picture.name(event)) for event in events) + 1
     last = max(event.end for event in events)
     scale = cell / max(last / _LONGEST, min(event.end - event.start for event in events))
-    grid, cut = Text(), False
+    grid = Text()
+    cut = False
     for number, row in enumerate(rows):
         grid.append(row.rjust(margin))
         at = 0
         for event in (e for e in events if picture.row(e) == number):
-            begin, end = round(scale * event.start), round(scale * event.end)
+            begin = round(scale * event.start)
+            end = round(scale * event.end)
             if end > max(cell, width - margin - 1):
                 cut = True
                 break
@@ -180,13 +184,16 @@ def _draw(axes: Axes, picture: Picture, longest: float, width: float, *, by_batc
     from matplotlib.ticker import MaxNLocator
 
     for event in picture.events:
-        k, length, kind = picture.row(event), event.end - event.start, event.action.kind
+        k = picture.row(event)
+        length = event.end - event.start
+        kind = event.action.kind
         look = {"hatch": "///", "alpha": 0.75} if event.batch % 2 else {}
         look |= {"facecolor": KIND_COLOURS[kind], "edgecolor": "#ffffff", "lw": 0.8}
         axes.add_patch(Rectangle((event.start, k - 0.44), length, 0.88, **look))  # type: ignore[arg-type]
         inches = length * width / longest
         if inches > 0.13 and kind is not Kind.UPDATE:
-            loss, number = picture.farthest_loss(event), event.batch if by_batch else event.action.microbatch
+            loss = picture.farthest_loss(event)
+            number = event.batch if by_batch else event.action.microbatch
             name = f"{number}" + ("" if inches < 0.24 or loss is None else f"$_{{{loss}}}$")
             axes.text(event.start + length / 2, k, name, ha="center", va="center", fontsize=7, clip_on=True)
     rows = picture.rows
@@ -229,7 +236,8 @@ def make_trace(processes: Iterable[Process]) -> dict[str, Any]:
         for rank, name in enumerate(row_names(placement)):
             trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": rank, "args": {"name": name}})
         for e in events:
-            kind, args = e.action.kind.name.lower(), {"micro-batch": e.action.microbatch, "pass": e.cycle}
+            kind = e.action.kind.name.lower()
+            args = {"micro-batch": e.action.microbatch, "pass": e.cycle}
             times = {"ts": _UNIT * e.start, "dur": _UNIT * (e.end - e.start)}
             where = {"ph": "X", "pid": pid, "tid": placement[e.action.stage]}
             trace.append({"name": str(e.action), "cat": kind, **where, **times, "args": args | {"mini-batch": e.batch}})

@@ -81,7 +81,8 @@ class Comparison:
     @cached_property
     def _pairs(self) -> list[tuple[Event, Event]]:
         """Every send with its receive."""
-        happened, cycles = {(e.cycle, e.action): e for e in self._all}, sorted({e.cycle for e in self._all})
+        happened = {(e.cycle, e.action): e for e in self._all}
+        cycles = sorted({e.cycle for e in self._all})
         pairs = (
             (happened.get((cycle, send)), happened.get((cycle + receive.age - send.age, receive)))
             for send, receive in self.schedule.transfers
@@ -127,7 +128,8 @@ class Comparison:
 
     def deviations(self, count: int = 5) -> list[Deviation]:
         """Return the actions whose start within their stage's step deviates most; medians over the steps."""
-        measured, predicted = _offsets(self.events), _offsets(self.predicted.events)
+        measured = _offsets(self.events)
+        predicted = _offsets(self.predicted.events)
         deviations = [Deviation(action, measured[action], predicted[action]) for action in measured.keys() & predicted]
         return sorted(deviations, key=lambda d: (-abs(d.measured - d.predicted), str(d.action)))[:count]
 
@@ -156,7 +158,8 @@ class Comparison:
 
     def trace(self, title: str) -> dict[str, Any]:
         """Make the Chrome trace JSON of both timelines, the measured one first."""
-        placement, predicted = self.schedule.placement, self.predicted
+        placement = self.schedule.placement
+        predicted = self.predicted
         events = [e for e in self._all if e.action.kind not in SENDS]
         # Arrows from the end of each send to the end of its receive.
         arrows = [Message(put.action.stage, got.action.stage, put.end, got.end, got.end) for put, got in self._pairs]

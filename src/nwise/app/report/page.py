@@ -66,7 +66,9 @@ class _Page:
     def overview(self) -> str:
         rows = []
         for run in self.runs:
-            last, recipe, quality = run.tests[-1], run.recipe, run.recipe.quality
+            last = run.tests[-1]
+            recipe = run.recipe
+            quality = run.recipe.quality
             heads = {series.head: series.values[-1] for series in run.series("test", quality)}
             scores = [number(heads.get(k), 2) for k in range(run.num_stages)]
             sizes = [str(run.num_stages), str(recipe.microbatches), str(recipe.batch_size)]
@@ -110,7 +112,8 @@ class _Page:
         text += _PREDICTED
         for i, (first, strategy) in enumerate(run.phases):
             schedule = best(strategy, num_stages=run.num_stages, num_microbatches=run.recipe.microbatches, costs=PAPER)
-            picture, place = Picture("", schedule, _BATCHES), f"{index}-{i}" if i else str(index)
+            picture = Picture("", schedule, _BATCHES)
+            place = f"{index}-{i}" if i else str(index)
             since = f", from step {first} on" if len(run.phases) > 1 else ""
             text += f"<p>{html.escape(strategy.name)}{since}: a mini-batch takes {schedule.period:.6g} slots.</p>"
             title = f"{run.name}: predicted timeline of {strategy.name}"

@@ -101,7 +101,8 @@ class Summary:
     @cached_property
     def phases(self) -> Phases:
         """The first step of every strategy, and the strategy; epochs are turned into steps by means of the records."""
-        step, epoch = self.tests[-1]["step"], self.tests[-1].get("epoch")
+        step = self.tests[-1]["step"]
+        epoch = self.tests[-1].get("epoch")
         return self.recipe.phases(max(1, round(step / epoch)) if epoch else 1)
 
     @property
@@ -131,7 +132,8 @@ class Summary:
         for record in records:
             heads = record["loss" if name == "perplexity" else name]
             # Before a resume the run may have had another number of stages; only the last head is the same then.
-            last, same = k == self.num_stages - 1, len(heads) == self.num_stages
+            last = k == self.num_stages - 1
+            same = len(heads) == self.num_stages
             values.append(_scale(heads[-1] if last else heads[k] if same else None, name))
         return Series(k, along, values)
 

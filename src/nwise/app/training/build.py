@@ -32,7 +32,8 @@ from nwise.tensors import Tensors
 
 def pick_device(recipe: Recipe) -> torch.device:
     """Return the recipe's device; ValueError if there is none."""
-    count, name = torch.cuda.device_count(), recipe.device
+    count = torch.cuda.device_count()
+    name = recipe.device
     found = f"Found {name!r}; leave it out to take what there is."
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
@@ -92,7 +93,8 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
 
 def measurable(recipe: Recipe, data: Images | Tokens, device: torch.device) -> Network:
     """Return the recipe's network for `nwise.planning.profiling.profile`, with the data's first samples."""
-    model, samples = recipe.build(data), data.to(device)
+    model = recipe.build(data)
+    samples = data.to(device)
     stages = [stage.pieces() for stage in model.stages]
     pieces = {name: piece.to(device) for stage in stages for name, piece in stage.items()}
 

@@ -73,7 +73,8 @@ def evaluate(
     heads, tops = torch.zeros(2, pipe.num_stages, 3, dtype=torch.float64, device=_device(pipe))
     with evaluating(pipe):
         for outputs, target in head_outputs(pipe, data, batch_size, scored, on_batch):
-            answers, here = target.flatten(), [k for k in scored if outputs[k] is not None]
+            answers = target.flatten()
+            here = [k for k in scored if outputs[k] is not None]
             for some in slices(len(answers), [outputs[k] for k in here]):
                 top: Tensor | None = None
                 for count, k in enumerate(sorted(here, reverse=True), start=1):
@@ -116,7 +117,8 @@ def _device(pipe: Pipeline) -> torch.device:
 def _sums(log_p: Tensor, target: Tensor) -> Tensor:
     """Return the sum of the losses, the number of right answers, and that of all answers; -100, behind a sentence, is none."""
     loss = functional.nll_loss(log_p, target, reduction="sum")
-    right, count = (log_p.argmax(-1) == target).sum(), (target >= 0).sum()
+    right = (log_p.argmax(-1) == target).sum()
+    count = (target >= 0).sum()
     return torch.stack([loss.double(), right.double(), count.double()])
 
 

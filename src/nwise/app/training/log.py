@@ -47,7 +47,8 @@ class StepLog:
     def take(self, *, wait: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Return the steps that are complete, with their values, on rank 0; with `wait`, all steps that were added."""
         if self._gather is None:
-            ready, self._ready = self._ready, []
+            ready = self._ready
+            self._ready = []
             return ready
         return [(step, _summary(table, self._ages.pop(step))) for step, table in self._gather.take(wait=wait)]
 
@@ -100,8 +101,10 @@ class TimelineRecorder:
     """Records the actions of one of several processes, in the steps from `first` to before `last`."""
 
     def __init__(self, pipe: Pipeline, strategy: str, first: int, last: int) -> None:
-        self._pipe, self._strategy = pipe, strategy
-        self._first, self._last = first, last
+        self._pipe = pipe
+        self._strategy = strategy
+        self._first = first
+        self._last = last
         self._events: list[tuple[int, Action, float, float]] = []
         pipe.recorder = self
 
@@ -122,7 +125,8 @@ class TimelineRecorder:
         here = processes.by_place("timeline", {"events": mine, "bytes": self._pipe.bytes_per_step})
         if run is not None:
             parts = {name: [one[name] for one in here] for name in ("events", "bytes")}
-            path, text = run.folder / "timeline.json", json.dumps({"strategy": self._strategy, **parts}) + "\n"
+            path = run.folder / "timeline.json"
+            text = json.dumps({"strategy": self._strategy, **parts}) + "\n"
             run.attempt(path, lambda: write_text(path, text))
 
 
@@ -133,7 +137,8 @@ def _clock_offset(processes: Processes) -> float:
     #
     #     this rank   sent -----------------------> back
     #     rank 0            \---> its time ---/             offset = its time - (sent + back) / 2
-    control, best = processes.control, (float("inf"), 0.0)
+    control = processes.control
+    best = (float("inf"), 0.0)
     for rank in range(1, dist.get_world_size()):
         for _ in range(_PINGS):
             message = torch.zeros(1, dtype=torch.float64)

@@ -45,16 +45,19 @@ def make_optimizer(
     groups: list[dict[str, Any]] = [g for g in given if isinstance(g, dict)] or [{"params": given}]
     kept = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     # Fused: one pass over a parameter instead of one per operation, a fifth of a small Transformer's step.
-    lr, decay = config.lr, config.weight_decay
+    lr = config.lr
+    decay = config.weight_decay
     optimizer: torch.optim.Optimizer
     if isinstance(config, Sgd):
-        momentum, nesterov = config.momentum, config.nesterov
+        momentum = config.momentum
+        nesterov = config.nesterov
         optimizer = torch.optim.SGD(kept, lr, momentum, weight_decay=decay, nesterov=nesterov, fused=True)
         if config.momentum:
             # Fused SGD needs all momenta or none, and a head may have no gradient before a later step (rotating strategies).
             add_momenta(optimizer)
     else:
-        betas, eps = (config.beta1, config.beta2), config.eps
+        betas = (config.beta1, config.beta2)
+        eps = config.eps
         if config.muon_lr:
             optimizer = MuonWithAdam(kept, matrices, lr, config.muon_lr, betas, eps, decay)
         elif config.nesterov:
@@ -87,11 +90,15 @@ class LearningRate:
     def __init__(
         self, config: Sgd | Adam, optimizer: torch.optim.Optimizer, num_steps: int, eval_every: float = 1
     ) -> None:
-        self._config, self._optimizer, self._num_steps = config, optimizer, num_steps
+        self._config = config
+        self._optimizer = optimizer
+        self._num_steps = num_steps
         self._initial = [group["lr"] for group in optimizer.param_groups]
         epochs = config.plateau_epochs if isinstance(config, Sgd) else None
         self._patience = None if epochs is None else max(1, round(epochs / eval_every))  # evaluations
-        self._best, self._bad, self._drops = math.inf, 0, 0  # of the test loss on plateaus
+        self._best = math.inf  # of the test loss on plateaus
+        self._bad = 0
+        self._drops = 0
         self._set(0)
 
     def _set(self, step: int) -> None:
@@ -108,7 +115,8 @@ class LearningRate:
         """Set the rate after an evaluation of the last head."""
         self._best, self._bad = (loss, 0) if loss < self._best else (self._best, self._bad + 1)
         if self._bad == self._patience:
-            self._drops, self._bad = self._drops + 1, 0
+            self._drops = self._drops + 1
+            self._bad = 0
             self._set(self._step)
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +134,9 @@ class LearningRate:
             found = f"Found {state}; resume from another checkpoint."
             raise ValueError(f"The state of a rate should have its drops. {found}")
         if self._patience is not None and {"best", "num_bad_epochs"} <= set(state):
-            self._best, self._bad, self._drops = state["best"], state["num_bad_epochs"], drops
+            self._best = state["best"]
+            self._bad = state["num_bad_epochs"]
+            self._drops = drops
         self._set(steps)
 
     @property

@@ -227,7 +227,8 @@ class Run:
     def trained(self, device: str) -> tuple[Pipeline, Images | Tokens]:
         """Build the pipeline with the run's weights; return it and the test set, on a device."""
         config = dataclasses.replace(self.recipe, device=device)
-        place, weights = pick_device(config), self.weights()
+        place = pick_device(config)
+        weights = self.weights()
         train_data, test_data = config.load(self.tokenizer())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they are about training

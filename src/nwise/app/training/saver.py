@@ -65,10 +65,12 @@ class Requests:
         self._calls += 1
         if self._processes.size > 1 and self._calls < self._next:
             return []
-        asked, self._asked = self._asked, []
+        asked = self._asked
+        self._asked = []
         if self._processes.size == 1:
             return asked
-        (call, end), now = self._told, time.monotonic()
+        (call, end) = self._told
+        now = time.monotonic()
         told = self._processes.gather("requests", [asked, (now - end) / (self._calls - call)])
         # Each rank has measured other steps, so rank 0's decide when a second will have passed.
         self._next = self._calls + max(1, int(1 / max(told[0][1], 1e-3)))
@@ -89,7 +91,9 @@ class Saver:
     ) -> None:
         self.phase: Phase | None = None
         self.unwritten = ""
-        self._pipe, self._policy, self._facts = pipe, policy, facts
+        self._pipe = pipe
+        self._policy = policy
+        self._facts = facts
         self._checkpoints = Checkpoints(
             folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
         )
@@ -147,7 +151,8 @@ class Saver:
         try:
             if self._written != self._pipe.steps:
                 self.phase.guard.check_parameters()
-                self._checkpoints.optimizer, rate = self.phase.optimizer, self.phase.rate.state()
+                self._checkpoints.optimizer = self.phase.optimizer
+                rate = self.phase.rate.state()
                 self._checkpoints.save(loss=self._loss, best=self._best, rate=rate, **self._facts())
                 self._written = self._pipe.steps
             if wait:

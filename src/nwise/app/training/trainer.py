@@ -109,9 +109,11 @@ class Trainer:
             nwise.training.NotFiniteError: a loss or gradient is not finite, and the recipe says to stop.
         """
         with nullcontext() if run is None else run.locked():
-            self.run, self.callbacks = run, callbacks
+            self.run = run
+            self.callbacks = callbacks
             checkpoint = self._open(policy, resume, allow_restart)
-            status, begun = "failed", False
+            status = "failed"
+            begun = False
             try:
                 self._notify("started", self)
                 begun = True
@@ -195,7 +197,9 @@ class Trainer:
             self._ready(-1)
         scores = None
         for number, (steps, rule) in enumerate(spans(self._phases, self.num_steps)):
-            first, last, begin = steps.start, steps.stop, max(steps.start, self.pipe.steps)
+            first = steps.start
+            last = steps.stop
+            begin = max(steps.start, self.pipe.steps)
             self._follow(number, rule, checkpoint)
             if begin >= last:
                 continue
@@ -255,7 +259,8 @@ class Trainer:
         return scores
 
     def _step(self, step: int, inputs: Tensor, target: Tensor) -> None:
-        recipe, phase = self.recipe, self._phase
+        recipe = self.recipe
+        phase = self._phase
         phase.guard.remember()
         with autocast(recipe, self.device):
             inputs = inputs.to(self.device, memory_format=self._layout)
