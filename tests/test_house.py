@@ -94,7 +94,7 @@ BUDGETS = {
     "training": 509,
     "app": 4_716,
 }
-CORE_BUDGET, LIBRARY_BUDGET, IMPORT_BUDGET = 7_405, 12_362, (57, 9_085)
+CORE_BUDGET, LIBRARY_BUDGET, IMPORT_BUDGET = 7_405, 12_363, (57, 9_085)
 
 
 def part(file: Path) -> str:
