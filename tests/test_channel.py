@@ -22,7 +22,7 @@ from nwise.schedule.actions import Action, Kind
 from nwise.tensors import Named, Tensors
 
 TOKEN = b"0123456789abcdef"
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torch.int64, torch.bool, torch.complex64]
 
 
 def ends(**options: Any) -> tuple[Channel, Channel]:

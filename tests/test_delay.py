@@ -291,7 +291,7 @@ def test_dropped_mini_batches_are_a_call_of_all_processes(drop: Any, monkeypatch
     """
     _, pipe = late()
     announced: list[str] = []
-    monkeypatch.setattr(pipe.processes, "begin", announced.append)
+    monkeypatch.setattr(pipe.processes, "announce", announced.append)
     drop(pipe)
     assert announced == ["`forget_pending`"]
     pipe.forget_pending()

@@ -197,6 +197,7 @@ X = torch.ones(4, 4, dtype=torch.float64)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"microbatches": [X[:0], X[:0]]}, "`microbatches` should have at least one sample in all. Found none"),
         ({"microbatches": [X]}, "`microbatches` should have 2 entries, `num_microbatches` for each replica. Found 1"),
         ({"microbatches": X}, "`microbatches` should be a list with one entry for each micro-batch. Found Tensor"),
         ({"microbatches": [X, X], "targets": [X]}, "`targets` should have 2 entries.*Found 1"),

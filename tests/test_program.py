@@ -15,6 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 
 import nwise
 from nets import X, Y, three, train
+from nwise.flow import StageFlow
+from nwise.microbatch import Batch
+from nwise.program.cutting import cut_batch
+from nwise.randomness import StepSeeds
+from nwise.runtime.modules import RemoteModule
+from nwise.schedule.actions import Action, Kind
+from nwise.stage.stage import Stage
+from nwise.stage.tape import Tape
+from nwise.stage.weights import Weights
+from nwise.tensors import names
 
 
 def test_missing_heads_raise_before_a_step() -> None:
@@ -192,3 +202,39 @@ def test_wrappers_that_synchronise_are_refused(wrapper: nn.Module) -> None:
     pipe.stages[0] = bad
     with pytest.raises(ValueError, match=match.format("a stage or head")):
         pipe.step(X, target=Y)
+
+
+def test_a_rank_without_the_first_stage_takes_named_inputs() -> None:
+    """Regression: it refused several inputs by name without a target, because its placeholder took none by name."""
+    x = torch.ones(2, 3)
+    parts = cut_batch((), {"a": x, "b": x}, None, None, None, 1, 1, RemoteModule("stage 0", 0))
+    assert names(parts.inputs[0]) == ("a", "b")
+
+
+def test_random_numbers_are_those_of_the_device_of_the_stage() -> None:
+    """Regression: a stage on a GPU whose first input was on the CPU drew the same numbers in every step."""
+    seeded: list[torch.device] = []
+
+    class Spy(StepSeeds):
+        def run(self, part: Any, device: torch.device, function: Any, *arguments: Any) -> Any:
+            seeded.append(device)
+            return arguments[1]
+
+    stage = Stage(0, nn.Linear(2, 2, device="meta"), None, nn.functional.mse_loss)
+    stage.survey(stage.module, None)
+    flow = StageFlow(head=False, own=False, messages=(), weights=None, fused=None)
+    tape = Tape(flow, Batch([], [None], [[1.0]], Spy()), 0, 0, Weights(()))
+    stage.run(Action(Kind.FORWARD, 0, 0), tape, {None: (torch.ones(1),)})
+    assert seeded == [torch.device("meta")]
+
+
+def test_several_processes_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after a move the engine kept its device, and the next message was refused as of another one."""
+    pipe = three("end-to-end")
+    pipe.step(X, target=Y)
+    monkeypatch.setattr(pipe.processes, "size", 2)
+    pipe.double()
+    with pytest.raises(
+        ValueError, match="should be on its device before it first runs. Found a move to meta; make another"
+    ):
+        pipe.to("meta")

@@ -150,3 +150,33 @@ def test_a_pipeline_runs_the_tasks_of_its_list() -> None:
     assert pipe._chosen is not None
     assert done == [action for action in pipe._chosen[2].actions[0] if action.kind is not Kind.UPDATE]
     assert any(action.kind is Kind.RECOMPUTE for action in done)
+
+
+class Moving(nn.Linear):
+    """Puts another tensor into the place of its mean in each forward."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) - self.mean
+        self.mean = 0.5 * self.mean + y.detach().mean(0)
+        return y
+
+
+def test_a_buffer_that_a_forward_replaces_is_that_of_the_first_run() -> None:
+    """Regression: the second run found the buffer that the first had put there, and moved it once more."""
+    stages, heads = [Moving() for _ in range(4)], [nn.Linear(5, 5) for _ in range(3)]
+    x, y = torch.randn(6, 5), torch.randint(0, 5, (6,))
+    found = []
+    for recompute in (False, True):
+        pipe = nwise.Pipeline(
+            copy.deepcopy(stages), copy.deepcopy(heads), cross_entropy, "3-wise", 2, recompute=recompute, checks="never"
+        )
+        for _ in range(2):
+            pipe.step(x, target=y)
+        found.append([*(p.grad for p in pipe.main_parameters()), *pipe.buffers()])
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -195,6 +195,8 @@ def given(microbatches: Any, targets: Any, num_parts: int) -> Parts:
     parts = [None if y is None else as_tuple(y, f"`targets[{m}]`") for m, y in enumerate(answers)]
     pairs = zip(inputs, parts, strict=True)
     sizes = [next((one.size(0) for one in (*(y or ()), *x) if one.dim()), 1) for x, y in pairs]
+    if not sum(sizes):
+        raise ValueError("`microbatches` should have at least one sample in all. Found none.")
     return Parts(inputs, parts, sizes, whole=False)
 
 

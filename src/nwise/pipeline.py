@@ -366,9 +366,17 @@ class Pipeline(Program):
         """Move or cast everything, as `to` and `double` do; drop due gradients if a device or dtype changes."""
         before = [(p.device, p.dtype) for p in self.parameters()]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if before != [(p.device, p.dtype) for p in self.parameters()]:
+        after = [(p.device, p.dtype) for p in self.parameters()]
+        if before != after:
             self.forget_pending("the pipeline was moved or cast")
-            self._engine = self._engine if self.processes.size > 1 else None
+            self._structure = None
+        moved = [device for device, _ in before] != [device for device, _ in after]
+        if moved and self._engine is not None and self.processes.size > 1:
+            raise ValueError(
+                f"A pipeline of several processes should be on its device before it first runs. Found a move to {after[0][0]}; "
+                "make another pipeline of the same stages."
+            )
+        self._engine = None if moved else self._engine
         return self
 
     def __getstate__(self) -> dict[str, Any]:

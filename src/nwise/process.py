@@ -21,9 +21,6 @@ A library should leave its process alone; these are the exceptions, and no other
     KINETO_LOG_LEVEL=6, if not set,     memory is measured on a CPU          torch announces its profiler
       and one more warning is ignored                                        and, 2.11, that it keeps one cycle
 
-Two kinds of change end by themselves and stand where they are used: hooks on the steps of all optimizers
-(`stage.hooks.around_updates`), and methods of tensors that are replaced while a body is looked at (`stage.hooks.noted`).
-
 The trainer also makes cudnn take repeatable algorithms. The command line handles SIGTERM and SIGINT while it trains, and
 replaces a closed standard output, and characters that its encoding lacks. Several processes leave their group in an exit
 handler.

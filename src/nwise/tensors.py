@@ -9,8 +9,7 @@ The next module gets the names as keyword arguments, so they travel with the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Self, TypeVar
@@ -130,24 +129,6 @@ def put(x: Tensor, value: Tensor) -> None:
         x.data.copy_(value)
 
 
-@contextmanager
-def replaced(stores: Iterable[dict[str, Any]], others: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Run the body with other tensors in the places of some, such as the buffers of modules.
-
-    Args:
-        stores: dictionaries that hold the tensors.
-        others: what stands in the place of a tensor; those without an entry stay.
-    """
-    places = [(store, name, x) for store in stores for name, x in store.items() if x is not None and x in others]
-    try:
-        for store, name, x in places:
-            store[name] = others[x]
-        yield
-    finally:
-        for store, name, x in places:
-            store[name] = x
-
-
 def as_tuple(value: Any, what: str) -> Tensors:
     """Return a tensor, a sequence of tensors or a mapping from names to tensors as a tuple.
 
@@ -247,6 +228,11 @@ def run_unchanged(function: Callable[..., T], inputs: Tensors, who: str, *target
         f"{who} should not change its input or target in place, because other passes and losses still need the values. "
         "Found an in-place operation; clone the tensor first, or set `inplace=False` in the first layer."
     ) from cause
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return where the memory of a tensor begins; None if there is none, or several parts, as of a sparse or nested one."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
 
 
 def main_tensor(tensors: Tensors) -> Tensor:

@@ -385,6 +385,8 @@ def named_and_answered() -> Any:
     torch.manual_seed(0)
     net = ZOO["names"](A)
     net.stages[-1] = copy.deepcopy(net.heads[-1]) or nn.Identity()  # its output is logits, which an exit needs
+    for stage in net.stages:  # regression: with several processes an error, because such a tensor has no storage
+        stage.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)
     pipe = nwise.Pipeline(net.stages, net.heads, net.loss_fn, "2-wise", 2, seed=3, compress="bf16")
     optimizer = make_optimizer("sgd", pipe)
     x, y = net.draw(6)

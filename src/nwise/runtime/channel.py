@@ -384,10 +384,8 @@ def _read_from(buffer: memoryview, place: int, spec: Spec) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Any:
     """Return the memory of a contiguous tensor."""
-    if not tensor.numel():
-        return b""
-    # NumPy has no bfloat16.
-    return (tensor.reshape(-1).view(torch.uint8) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    # NumPy lacks some dtypes, such as bfloat16.
+    return tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
 
 
 def _padded(tensor: Tensor) -> bytes:

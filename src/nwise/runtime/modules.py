@@ -19,7 +19,7 @@ class RemoteModule(nn.Module):
         self.what = what
         self.rank = rank
 
-    def forward(self, *inputs: Tensor) -> NoReturn:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> NoReturn:
         """Raise RuntimeError: only the process that holds the module can call it."""
         raise RuntimeError(f"{self.what} should be called on rank {self.rank}, which holds it. Found a call elsewhere.")
 

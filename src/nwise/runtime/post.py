@@ -32,7 +32,7 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents
-from nwise.tensors import Tensors, each, names, with_names
+from nwise.tensors import Tensors, address, each, names, with_names
 
 
 class Arc(NamedTuple):
@@ -75,7 +75,7 @@ class Post(Mailbox):
         self._tell = cast(Tell, None)
         self._epoch = 0
         self._inferred = 0
-        self._spared: set[int] = set()
+        self._spared: set[int | None] = set()
         self._signature = Signature()  # of the newest mini-batch
         self._label = ""
         self._labels: dict[int, str] = {}  # of the mini-batches in flight
@@ -202,12 +202,12 @@ class Post(Mailbox):
             tensors = [x for microbatch in inputs for x in microbatch]
             for stage in self._stages.values():
                 tensors += [*stage.module.parameters(), *stage.module.buffers()]
-            self._spared = {t.untyped_storage().data_ptr() for t in tensors}
+            self._spared = {address(t) for t in tensors}
 
     def _sendable(self, tensors: Tensors, stage: int) -> Tensors:
         """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
         check_sendable(tensors, stage, self._device)
-        plain = [type(t) is Tensor and t.untyped_storage().data_ptr() not in self._spared for t in tensors]
+        plain = [type(t) is Tensor and address(t) not in self._spared for t in tensors]
         if all(plain):
             return tensors
         copied = [t if p else t.clone() for t, p in zip(tensors, plain, strict=True)]

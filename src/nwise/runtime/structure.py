@@ -89,12 +89,12 @@ def restored_on_error(modules: Sequence[nn.Module], parameters: Iterable[Tensor]
     # Autograd adds to a gradient in place, so the tensor and its values are both kept.
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
     deferred = deferred_norms(modules)
-    for norm in deferred:
-        norm.begin()
     # The layers of a ScriptModule cannot be inspected, so all its buffers are copied.
     moving = [m for m in modules if m.training and (not isinstance(m, Norm) or m.track_running_stats)]
     buffers = [(b, b.clone()) for module in moving for b in module._buffers.values() if b is not None]
     try:
+        for norm in deferred:
+            norm.begin()
         yield
         for norm in deferred:
             norm.commit()

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from torch import nn
 
 from nwise.randomness import random_states, restore, restoring
-from nwise.tensors import replaced
 
 
 class FirstRun:
@@ -25,21 +24,28 @@ class FirstRun:
     def __init__(self, module: nn.Module) -> None:
         self._random = random_states()
         self._modes = {part: part.training for part in module.modules()}
-        self._stores = [part._buffers for part in self._modes]
-        self._found = {buffer: buffer.clone() for buffer in module.buffers()}
+        # By place, because a forward may put another tensor there.
+        named = ((part._buffers, name, b) for part in self._modes for name, b in part._buffers.items())
+        self._places = [(store, name, b) for store, name, b in named if b is not None]
+        self._found = {b: b.clone() for _, _, b in self._places}
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Run the body with what the run found; its graph keeps that, and the module has its present buffers again."""
-        found = {buffer: value.clone() for buffer, value in self._found.items()}  # a later run needs the values too
+        found = {b: value.clone() for b, value in self._found.items()}  # a later run needs the values too
+        present = [store[name] for store, name, _ in self._places]
         modes = {part: part.training for part in self._modes}
-        with restoring(random_states()), replaced(self._stores, found):
+        with restoring(random_states()):
             restore(self._random)
             try:
                 _set(self._modes)
+                for store, name, b in self._places:
+                    store[name] = found[b]
                 yield
             finally:
                 _set(modes)
+                for (store, name, _), now in zip(self._places, present, strict=True):
+                    store[name] = now
 
 
 def _set(modes: Mapping[nn.Module, bool]) -> None:

@@ -73,6 +73,7 @@ class Stage:
         self.learns: list[Tensor] = []
         self.head_learns: list[Tensor] = []
         self._present = Weights(())
+        self._home: torch.device | None = None
         self._scripted = False  # whether a part of the module is TorchScript
 
     def survey(self, module: nn.Module, head: nn.Module | None) -> list[nn.Module]:
@@ -84,6 +85,7 @@ class Stage:
         self.head = head
         self.learns = _trainable(module)
         self._present = Weights(self.learns)
+        self._home = next((x.device for x in (*module.parameters(), *module.buffers())), None)
         self.head_learns = _trainable(head)
         self._scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         return [*module.modules(), *(() if head is None else head.modules())]
@@ -185,7 +187,7 @@ class Stage:
     def _outputs(self, tape: Tape) -> Tensors:
         """Run the module, with a graph if the tape is tracked."""
         part = ("stage", self.index, tape.microbatch)
-        device = tape.inputs[0].device
+        device = self._home or tape.inputs[0].device  # an input may be elsewhere, such as lengths on the CPU
         function = partial(run_module, self.module, what=self._output)
         with tape.weights.computing, torch.set_grad_enabled(tape.tracked):
             return tape.batch.draws.run(part, device, run_unchanged, function, tape.inputs, self._name)
@@ -198,7 +200,7 @@ class Stage:
         target = batch.targets[m]
         weight = batch.weights[m][self.index]
         part = ("head", self.index, m)
-        device = tape.outputs[0].device
+        device = self._home or tape.outputs[0].device
         leaves = as_leaves(tape.outputs, tracked=flow.own)
         loss = batch.draws.run(part, device, run_unchanged, self.loss, leaves, self._head_name, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

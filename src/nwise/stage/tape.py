@@ -13,7 +13,7 @@ from nwise.microbatch import Batch
 from nwise.stage.kept import Kept
 from nwise.stage.rerun import FirstRun
 from nwise.stage.weights import Weights
-from nwise.tensors import Tensors
+from nwise.tensors import Tensors, address
 
 __all__ = ["Cotangents", "Messages", "Tape"]
 
@@ -88,10 +88,5 @@ class Tape:
             held += [part.gradients for part in self.kept.parts]
         memory: set[int | None] = {None}
         for source in held:
-            memory.update(map(_address, source))
-        return tuple([None if g is None else g.clone() if _address(g) in memory else g for g in gradients])
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    """Return where the memory of a tensor begins; None if there is none, or several parts, as of a sparse or nested one."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else None
+            memory.update(map(address, source))
+        return tuple([None if g is None else g.clone() if address(g) in memory else g for g in gradients])
