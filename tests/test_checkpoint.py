@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -9,13 +10,13 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import nwise
@@ -33,8 +34,12 @@ from ranks.resume import WIDTH, main, pipeline
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Everything in the only checkpoint of a folder, but for random numbers' states."""
     (one,) = folder.glob("step-*")
-    found = {name: t for file in sorted(one.glob("*.safetensors")) for name, t in load_file(file).items()}
-    return {name: t for name, t in found.items() if not name.startswith("random.")}
+    found = files.read_tensors(one)
+    for part in files.read_values(one).values():
+        for name, state in (part["optimizer"] or {"state": {}})["state"].items():
+            found |= {f"optimizer.{name}.{entry}": x for entry, x in state.items()}
+        found |= {f"due.{n}.{name}": g for n, call in enumerate(part["due"]) for name, g in call.items()}
+    return found
 
 
 def renamed(found: dict[str, Tensor], stages: dict[int, int]) -> dict[str, Tensor]:
@@ -134,7 +139,7 @@ def test_resume_fused_optimizer_on_gpu(tmp_path: Path) -> None:
 
 
 def test_checkpoint_names_match_unsplit_network(tmp_path: Path) -> None:
-    names = set(load_file(next(saved(tmp_path).glob("*.safetensors"))))
+    names = set(tensors(saved(tmp_path).parent))
     assert {"model.blocks.3.0.weight", "model.blocks.3.1.running_mean", "model.output.bias"} <= names
     assert {"heads.0.weight", "optimizer.model.output.bias.exp_avg", "optimizer.model.blocks.0.0.weight.step"} <= names
 
@@ -203,7 +208,7 @@ def test_resume_across_process_counts(tmp_path: Path) -> None:
     main(tmp_path / "none", tmp_path / "late", cut, late, "adam", 4)
     written = tensors(tmp_path / "a" / "after")
     assert equal(written, tensors(tmp_path / "one" / "after"))
-    assert len(list((tmp_path / "a" / "after").glob("step-*/*.safetensors"))) == 4
+    assert len(list((tmp_path / "a" / "after").glob("step-*/*.pt"))) == 4
     resumed: list[Any] = [tmp_path / "late" / "after", tmp_path / "late4", "1,1,1,1", late, "adam", 3]
     resumed += [tmp_path / "a" / "after", tmp_path / "dp", "2,2", "2-wise", "adam", 2]
     resumed += [tmp_path / "a" / "after", tmp_path / "b", "1,1,1,1", "3-wise", "adam", 3]
@@ -224,29 +229,11 @@ def test_resume_across_process_counts(tmp_path: Path) -> None:
 # What stays
 
 
-def test_keep_retains_latest_and_best(tmp_path: Path) -> None:
-    pipe, checkpoints = two(tmp_path, keep_best=True)
-    for pipe.steps, loss in enumerate([3.0, 1.0, None, 2.0, 2.5]):
-        checkpoints.save(loss=loss)
-    assert steps(tmp_path) == [1, 3, 4]
-
-
-def test_checkpoint_that_cannot_be_read_at_present_may_be_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipe, checkpoints = two(tmp_path, keep=1, keep_best=True)
-    checkpoints.save(loss=1.0)
-    read = files.read_facts
-
-    def lost(folder: Path) -> dict[str, Any]:
-        if folder.name == "step-00000000":
-            raise OSError(errno.EIO, "the network disk is gone")
-        return read(folder)
-
-    monkeypatch.setattr(files, "read_facts", lost)
-    pipe.steps = 1
-    checkpoints.save(loss=2.0)
-    assert steps(tmp_path) == [0, 1]
+def test_keep_retains_the_latest(tmp_path: Path) -> None:
+    pipe, checkpoints = two(tmp_path)
+    for pipe.steps in range(5):
+        checkpoints.save()
+    assert steps(tmp_path) == [3, 4]
 
 
 def test_partial_checkpoint_is_ignored_and_removed(tmp_path: Path) -> None:
@@ -380,7 +367,7 @@ def test_damaged_checkpoint_falls_back_to_previous(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_of_one_step_get_distinct_names(tmp_path: Path) -> None:
-    pipe, checkpoints = two(tmp_path, keep=3, keep_best=True)
+    pipe, checkpoints = two(tmp_path, keep=3)
     for pipe.steps in (1, 2, 2):
         flip(checkpoints.save(loss=1.0) / "checkpoint.json", 99)  # which the next one is not kept from writing by
         if pipe.steps == 2:
@@ -400,8 +387,8 @@ def signed(index: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "should be of format 1, which this nwise reads. Found 2; use the nwise"),
-        ({"files": {"../x.safetensors": [1, "a"]}}, "name files of its own folder"),
+        ({"format": 1}, "should be of format 2, which this nwise reads. Found 1; use the nwise"),
+        ({"files": {"../x.safetensors": "a"}}, "name files of its own folder"),
         ({"facts": {"step": "1"}}, "should have 'step' among its facts. Found '1'"),
         ({"facts": {"step": 1, "seed": 0}}, "should have 'strategy' among its facts. Found None"),
         ({"facts": []}, "should have 'step' among its facts"),
@@ -431,7 +418,7 @@ def test_checkpoint_has_its_name_only_when_it_is_on_the_disk(tmp_path: Path, mon
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     one = tmp_path / "run" / "step-00000001"
-    files.write(one, {"a": torch.ones(1)}, {})
+    files.write(one, {"a": lambda: b"1"}, {})
     index, folder, run = (path.stat().st_ino for path in (one / "checkpoint.json", one, one.parent))
     assert events[-4:] == [index, folder, one, run]
 
@@ -472,12 +459,73 @@ def test_check_detects_every_flipped_bit_and_missing_file(tmp_path: Path) -> Non
             files.check(one)
 
 
-def test_checkpoint_uses_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_reading_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     one = saved(tmp_path)
-    for name in ("pickle.load", "pickle.loads", "torch.load"):
-        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a pickle"))
-    assert two(one.parent)[1].resume() == Resumed(2, "")
-    assert {p.suffix for p in one.iterdir()} == {".json", ".safetensors"}
+    path = one / "process-0.pt"
+    torch.save({"optimizer": Touches(tmp_path / "ran")}, path)
+    index = json.loads((one / "checkpoint.json").read_text().split("\n")[0])
+    index["files"][path.name] = sha256(path.read_bytes()).hexdigest()
+    (one / "checkpoint.json").write_bytes(signed(index))
+    with pytest.raises(ValueError, match="in the form that nwise writes. Found: Weights only load failed"):
+        two(one.parent)[1].resume()
+    assert not (tmp_path / "ran").exists()
+
+
+class Average:
+    """Something to save beside the pipeline."""
+
+    def __init__(self) -> None:
+        self.state: Any = {"mean": torch.zeros(2), "n": 0}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_extra_states_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Regression: schedulers, scalers, averages and a second optimizer had to be saved by the caller."""
+    pipe = nwise.Pipeline([torch.nn.Linear(2, 2)], strategy="end-to-end")
+    update, other = (torch.optim.Adam(pipe.parameters(), lr) for lr in (0.1, 0.2))
+    drops = {"milestones": [1, 3], "gamma": 0.5}
+    extra: dict[str, Any] = {
+        "average": Average(),
+        "rate": torch.optim.lr_scheduler.MultiStepLR(update, **drops),  # type: ignore[arg-type]
+        "scaler": torch.amp.GradScaler("cpu"),
+        "other": other,
+    }
+    for p in pipe.parameters():
+        p.grad = torch.ones_like(p)
+    for one in (update, extra["rate"], other):
+        one.step()
+    extra["average"].state = {"mean": torch.ones(2), "n": 3}
+    expected = copy.deepcopy({name: one.state_dict() for name, one in extra.items()})
+    Checkpoints(tmp_path, pipe, update, extra=extra).save()
+    update, other = (torch.optim.Adam(pipe.parameters(), lr) for lr in (0.1, 0.2))
+    fresh: dict[str, Any] = {
+        "average": Average(),
+        "rate": torch.optim.lr_scheduler.MultiStepLR(update, **drops),  # type: ignore[arg-type]
+        "scaler": torch.amp.GradScaler("cpu"),
+        "other": other,
+    }
+    assert Checkpoints(tmp_path, pipe, update, extra=fresh).resume() == Resumed(0, "")
+    assert equal({name: one.state_dict() for name, one in fresh.items()}, expected)
+    extra["average"].state = {"rule": equal}
+    with pytest.raises(
+        TypeError, match=r"`extra\['average'\]` should have a state of tensors.* Found 'rule', a function"
+    ):
+        Checkpoints(tmp_path, pipe, update, extra=extra)
 
 
 def test_resume_with_shallower_head_starts_it_fresh(tmp_path: Path) -> None:

@@ -286,9 +286,7 @@ def test_folder_lock_allows_one_writer(other: Any, tmp_path: Path) -> None:
     """Regression: two writers both finished as done with every record twice, or mixed a checkpoint."""
     folder = tmp_path / "folder"
     checkpoints = Checkpoints(folder, pipeline((2, 2), "2-wise"))
-    with pytest.raises(
-        ValueError, match=rf"by one process at a time. Found that process {other.pid} on .* \(since 20.*\) writes"
-    ):
+    with pytest.raises(ValueError, match="by one process at a time. Found that another process writes to it; wait"):
         checkpoints.save()
     trainer = Trainer(TINY)
     run = new_run(TINY, tmp_path)
@@ -311,16 +309,6 @@ def test_folder_lock_is_shared_within_a_process(tmp_path: Path) -> None:
 
 
 # What stays
-
-
-def test_nan_loss_is_never_the_best_checkpoint(tmp_path: Path) -> None:
-    """Regression: a checkpoint with a nan loss was kept for ever, and the best one was removed."""
-    pipe = pipeline((2, 2), "2-wise")
-    checkpoints = Checkpoints(tmp_path, pipe, keep=1, keep_best=True)
-    for step, loss in enumerate([2.0, float("nan"), 1.0, float("-inf"), 3.0], start=1):
-        pipe.steps = step
-        checkpoints.save(loss=loss)
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003", "step-00000005"]
 
 
 def test_save_with_reserved_fact_name_raises(tmp_path: Path) -> None:

@@ -167,15 +167,6 @@ def test_checkpoint_minutes_saves_by_time(tmp_path: Path) -> None:
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 13  # from before the first step on
 
 
-def test_stop_at_best_step_keeps_the_checkpoints_loss(tmp_path: Path) -> None:
-    """Regression: the best checkpoint was rewritten without its loss, then removed in favour of the next one."""
-    run = new_run(TINY, tmp_path)
-    with pytest.raises(StoppedError, match="."):
-        Trainer(TINY).train(run, (StopsAfterTest(8),), CheckpointPolicy(keep=1, keep_best=True))
-    one = run.folder / "checkpoints" / "step-00000008"
-    assert json.loads((one / "checkpoint.json").read_text().split("\n")[0])["facts"]["loss"] is not None
-
-
 def test_failed_run_keeps_weights_of_last_test(tmp_path: Path) -> None:
     config = dataclasses.replace(recipe("digits"), max_steps=30, batch_size=32, optimizer=Sgd(lr=1e30))
     run = new_run(config, tmp_path)

@@ -290,7 +290,7 @@ class StopsInTest(Callback):
 def test_stop_breaks_off_a_test_which_a_resumed_run_repeats(step: int, tmp_path: Path) -> None:
     """Regression: a stop waited for the whole test, which took five minutes before the first step of the paper's ResNet."""
     config = dataclasses.replace(SHORT, model=Mlp(num_stages=3), optimizer=Sgd(lr=0.05, plateau_epochs=1))
-    policy = CheckpointPolicy(keep_best=True)
+    policy = CheckpointPolicy()
     whole = new_run(config, tmp_path)
     trained = Trainer(config)
     scores = trained.train(whole, policy=policy)

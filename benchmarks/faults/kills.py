@@ -26,12 +26,15 @@ import torch
 import tyro
 from rich.progress import track
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.faults import small_run
 from nwise.app.training import Run
+from nwise.checkpoint import read_tensors, read_values
 from nwise.machine import processor
 
 HERE = Path(__file__).parent
@@ -119,8 +122,10 @@ def outcome(folder: Path) -> dict[str, Any]:
     (one,) = (path.parent for path in folder.glob("runs/*/run.json"))
     newest = max((one / "checkpoints").glob("step-*"))
     tensors = dict(load_file(one / "weights.safetensors"))
-    for file in sorted(newest.glob("*.safetensors")):
-        tensors.update({f"checkpoint.{name}": t for name, t in load_file(file).items()})
+    tensors.update({f"checkpoint.{name}": t for name, t in read_tensors(newest).items()})
+    for k, values in read_values(newest).items():
+        leaves = enumerate(tree_leaves(values))
+        tensors.update({f"process-{k}.{i}": torch.as_tensor(x) for i, x in leaves if isinstance(x, Tensor | int)})
     records = [{k: v for k, v in r.items() if k != "seconds"} for r in Run.open(one).metrics()]
     return {"tensors": tensors, "records": records, "newest": newest.name, "status": Run.open(one).status}
 

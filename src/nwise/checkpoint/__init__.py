@@ -1,6 +1,6 @@
 """Checkpoints for any training loop, and files of weights.
 
-weights, values            names of the unsplit network; nested values without pickles
+weights                    names of the unsplit network
 optimizer, state           what a run needs to resume, under names that do not depend on the cut
 files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
 """
@@ -8,7 +8,7 @@ files, lock, checkpoints   one checkpoint, one writer, and which of them to keep
 from functools import partial
 
 from nwise.checkpoint.checkpoints import CheckpointInfo, Checkpoints, Resumed
-from nwise.checkpoint.files import PARTIAL, DamagedError, read_layout, replacing
+from nwise.checkpoint.files import PARTIAL, DamagedError, read_tensors, read_values, replacing
 from nwise.checkpoint.lock import FolderLock
 from nwise.checkpoint.optimizer import add_momenta
 from nwise.checkpoint.state import check_facts
@@ -35,7 +35,8 @@ __all__ = [
     "gather_weights",
     "load_main_state",
     "main_state",
-    "read_layout",
+    "read_tensors",
+    "read_values",
     "replacing",
     "save_tensors",
     "under",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -57,7 +56,8 @@ class Checkpoints:
         pipe: the pipeline whose state is saved.
         optimizer: the optimizer of its parameters; the attribute may be set to another one.
         keep: number of newest checkpoints to keep, at least 1.
-        keep_best: whether to keep the one with the lowest finite ``loss`` among its facts, too.
+        extra: what else to save and load, by name: schedulers, a `GradScaler`, averaged weights, a second optimizer. Each has
+            `state_dict` and `load_state_dict`.
         asynchronous: copy before `save` returns, and write while training continues.
 
     Raises:
@@ -84,7 +84,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         keep: int = 2,
-        keep_best: bool = False,
+        extra: state.Extra | None = None,
         asynchronous: bool = False,
     ) -> None:
         check_at_least(1, keep=keep)
@@ -94,9 +94,9 @@ class Checkpoints:
         self.folder = Path(folder)
         self._pipe = pipe
         self._keep = keep
-        self._keep_best = keep_best
+        self._extra = dict(extra or {})
         self._processes = pipe.processes
-        state.present_state(pipe, None)
+        state.present_state(pipe, None, self._extra)
         self._optimizer: torch.optim.Optimizer | None = None
         self.optimizer = optimizer
         # A separate group keeps a background writer's messages apart from the messages of training.
@@ -136,7 +136,7 @@ class Checkpoints:
 
         Args:
             facts: JSON values to keep with it, under names other than a checkpoint's own (``step``, ``seed``, ``strategy``,
-                ``num_microbatches``, ``ends``, ``optimizer``, ``optimizer_state``, ``compress``, ``due``).
+                ``num_microbatches``, ``ends``, ``optimizer``, ``compress``).
 
         Returns:
             Its folder, which exists at once unless it is written in the background.
@@ -146,9 +146,8 @@ class Checkpoints:
             ValueError: the folder has checkpoints of another run (a new run should call `resume` first) or of later steps,
                 another process writes to it, or a fact has a reserved name.
         """
-        # All ranks meet at the claim, at the exchange of the optimizer's JSON and in the writing; `telling` reports an error
-        # to those that wait there already. What a background writer gets is a copy on the CPU, which belongs to it alone.
-        if reserved := sorted(set(facts) & {*state.FACTS, "optimizer_state"}):
+        # All ranks meet at the claim and in the writing; `telling` reports an error to those that wait there already.
+        if reserved := sorted(set(facts) & {*state.FACTS}):
             raise ValueError(f"`save` should get facts with other names. Found {reserved[0]!r}, which nwise writes.")
         try:
             self.wait()
@@ -162,17 +161,16 @@ class Checkpoints:
         self._knows_folder = True
         due = self._pipe.pending_gradients()
         with self._processes.telling():
-            tensors, plain = state.collect_tensors(self._pipe, self.optimizer, due)
-            all_facts = {**state.collect_facts(self._pipe, self.optimizer), "due": len(due), **facts}
-            if self.optimizer is not None:
-                all_facts["optimizer_state"] = self._processes.by_place("optimizer", plain)
+            copied = self._writer is not None
+            contents = state.collect(self._pipe, self.optimizer, due, self._extra, copied=copied)
+            all_facts = {**state.collect_facts(self._pipe, self.optimizer), **facts}
             json.dumps(all_facts)  # a fact that is not JSON raises on all processes
         folder = self.folder / f"step-{self._pipe.steps:08d}"
         if self._writer is None:
             with self._processes.telling():
-                self._write(folder, tensors, all_facts)
+                self._write(folder, contents, all_facts)
         else:
-            self._writing = self._writer.submit(self._write, folder, tensors, all_facts)
+            self._writing = self._writer.submit(self._write, folder, contents, all_facts)
         return folder
 
     def _claim_folder(self) -> None:
@@ -239,7 +237,7 @@ class Checkpoints:
         """Load a checkpoint; see `nwise.checkpoint.state.restore`."""
         self.wait()
         with self._processes.telling():
-            parts = state.restore(info.folder, self._pipe, self.optimizer, self._group, settings=settings)
+            parts = state.restore(info.folder, self._pipe, self.optimizer, self._extra, settings=settings)
             return Resumed(info.facts["step"], "; ".join(parts), tuple(parts))
 
     def resume(self) -> Resumed | None:
@@ -255,27 +253,12 @@ class Checkpoints:
     def _names(self) -> list[str]:
         return sorted((p.name for p in self.folder.glob("step-*") if files.NAME.fullmatch(p.name)), key=_step)
 
-    def _write(self, folder: Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
-        files.write(folder, tensors, facts, self._group)
+    def _write(self, folder: Path, contents: dict[str, files.Contents], facts: dict[str, Any]) -> None:
+        files.write(folder, contents, facts, self._group)
         if self._processes.is_first:
-            self._remove_old(folder.name)
-
-    def _remove_old(self, written: str) -> None:
-        """Remove all checkpoints but the newest ones and the best."""
-        names = self._names()
-        kept = {written, *names[-self._keep :]}
-        if self._keep_best:
-            losses: list[tuple[float, str]] = []
-            for name in names:
-                with suppress(DamagedError):
-                    try:
-                        loss = files.read_facts(self.folder / name).get("loss")
-                        losses += [(loss, name)] if isinstance(loss, int | float) and math.isfinite(loss) else []
-                    except OSError:  # it may be the best
-                        kept.add(name)
-            kept.update(name for _, name in sorted(losses)[:1])
-        for name in set(names) - kept:
-            files.remove(self.folder / name)
+            names = self._names()
+            for name in {*names[: -self._keep]} - {folder.name}:
+                files.remove(self.folder / name)
 
 
 def _step(name: str) -> int:

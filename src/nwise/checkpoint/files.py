@@ -1,36 +1,38 @@
-"""One checkpoint: a folder of tensors and facts that is complete or not there.
+"""One checkpoint: a folder of files that is complete or not there.
 
-    *.safetensors    the tensors, one file per process that holds some (`torch.distributed.checkpoint`)
-    checkpoint.json  one line with the facts and the size and SHA-256 of every other file; then the SHA-256 of that line
+    stage-<k>.safetensors   the tensors of stage k, which any tool reads
+    process-<k>.pt          what else the process needs whose first stage is k (`torch.save`); reading it runs no code
+    checkpoint.json         one line with the facts and the SHA-256 of every other file; then the SHA-256 of that line
 
-A checkpoint is written under another name, flushed to disk, and renamed once it is complete. It contains no pickle, so
-reading one runs no foreign code.
+A checkpoint is written under another name, flushed to disk, and renamed once it is complete.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from nwise.process import ignore_no_dist
-
-# `torch.distributed.checkpoint` takes a second to import, so the functions below import it when they need it.
+from torch import Tensor, nn
 
 PARTIAL = ".part"
-FORMAT = 1
+FORMAT = 2
 NAME = re.compile(r"step-\d{8,}")
 _FACTS = "checkpoint.json"
+_TENSORS = "*.safetensors"
+_VALUES = "*.pt"
+
+Contents = Callable[[], bytes]
 
 
 class DamagedError(ValueError):
@@ -50,47 +52,151 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+# Contents of files ----------------------------------------------------------------------------------
+
+
+def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors as the bytes of a safetensors file."""
+    from safetensors.torch import save
+
+    # Copies, because safetensors refuses tensors that share memory, such as those of a module that is used twice.
+    return save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+
+
+def as_values(value: Any) -> bytes:
+    """Return nested values, as `plain` makes them, as the bytes of `torch.save`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def plain(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested values that can be read without running code: numbers, texts, tensors, and collections of them.
+
+    Args:
+        value: the values.
+        change: what is done to each tensor; what is one tensor stays one.
+
+    Raises:
+        TypeError: a part is of another type; the message has its place and its type.
+
+    >>> plain({"step": torch.ones(1), "betas": (0.9, 0.99)}, torch.neg)
+    {'step': tensor([-1.]), 'betas': (0.9, 0.99)}
+    """
+    done: dict[Tensor, Tensor] = {}
+
+    def inner(part: Any, place: str) -> Any:
+        if type(part) in (Tensor, nn.Parameter) and part.layout is torch.strided:
+            if part not in done:
+                done[part] = change(part.detach())
+            return done[part]
+        if isinstance(part, Mapping):
+            return {inner(key, "key"): inner(one, f"{place}/{key}") for key, one in part.items()}
+        if type(part) in (list, tuple, set, torch.Size):
+            return type(part)(inner(one, f"{place}/{i}") for i, one in enumerate(part))
+        if part is None or isinstance(part, torch.dtype | torch.device):
+            return part
+        # Numbers of NumPy are numbers; an enum may be one, too, and would come back as one.
+        for kind in (bool, int, float, complex, str) if not isinstance(part, Enum) else ():
+            if isinstance(part, kind):
+                return kind(part)  # type: ignore[arg-type]
+        layout = f" of layout {part.layout}" if isinstance(part, Tensor) else ""
+        raise TypeError(f"{place.removeprefix('/')!r}, a {type(part).__name__}{layout}")
+
+    return inner(value, "")
+
+
+# Writing --------------------------------------------------------------------------------------------
+
+
 def write(
-    folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
+    folder: Path, contents: Mapping[str, Contents], facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
 ) -> None:
     """Write a checkpoint; all processes of a pipeline call it together.
 
-    A tensor that several processes hold has the same name in each. Only rank 0's facts, which are JSON values, are kept. No other
-    call of the group (None for one process) may be under way.
+    Args:
+        folder: its folder.
+        contents: this process's files by name, each made right before it is written.
+        facts: JSON values; those of rank 0 are kept.
+        group: a group with no other call under way; default: one process.
 
     Raises:
         OSError: the checkpoint cannot be written; nothing has changed.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     # Only the name of a folder says that it is whole, so a crash needs no repair. What one leaves, by the last line done:
     #
     #     rank 0   make an empty step-9.part             step-9.part, which the next writer removes
-    #     all      write their tensors into it           the same
-    #     all      read back a share, for SHA-256        the same
+    #     all      write their files into it             the same
     #     rank 0   write checkpoint.json, flush          the same
     #     rank 0   an old step-9 -> step-9.gone.part     the same, and no step 9: readers take the one before it
     #     rank 0   step-9.part -> step-9, flush          the new step 9
     #
-    # All ranks meet after the first three lines and after the last, so an error of one is raised by all.
+    # All ranks meet after the first two lines and after the last, so an error of one is raised by all.
     partial = folder.with_name(folder.name + PARTIAL)
-    rank = _place(group)[0]
+    first = place_in(group)[0] == 0
     try:
-        together(group, lambda: _begin(partial) if rank == 0 else None)
-        writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        ignore_no_dist()
-        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-        fingerprints = together(
-            group, lambda: {p.name: _fingerprint(p) for p in _share(partial.glob("*.safetensors"), group)}
-        )
-        together(group, lambda: _complete(partial, folder, fingerprints, facts) if rank == 0 else None)
-    except (CheckpointException, OSError) as error:
-        if rank == 0:
+        together(group, lambda: _begin(partial) if first else None)
+        hashes = together(group, lambda: {name: _put(partial / name, make()) for name, make in contents.items()})
+        together(group, lambda: _complete(partial, folder, hashes, facts) if first else None)
+    except OSError as error:
+        if first:
             shutil.rmtree(partial, ignore_errors=True)  # frees the space on a full disk
-        where, first = ("", error) if isinstance(error, OSError) else _first_failure(error)
-        raise OSError(f"{folder} should be written as a checkpoint. Found{where}: {first}") from error
+        raise OSError(f"{folder} should be written as a checkpoint. Found: {error}") from error
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; an interruption leaves nothing that looks like one."""
+    shutil.rmtree(_discard(folder), ignore_errors=True)
+
+
+def _begin(partial: Path) -> None:
+    """Make an empty folder; remove the partial checkpoints of interrupted writers beside it, and no other files."""
+    for other in partial.parent.glob(f"*{PARTIAL}"):
+        if NAME.match(other.name):
+            shutil.rmtree(other, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _put(path: Path, data: bytes) -> str:
+    """Write a file to the disk itself; return its SHA-256."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
+
+
+def _complete(partial: Path, folder: Path, hashes: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    """Write the index once all files are on the disk, then give the folder its name."""
+    line = json.dumps({"format": FORMAT, "files": hashes, "facts": facts})
+    _put(partial / _FACTS, f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode())
+    _flush(partial)
+    # A folder cannot replace another in one call, so a checkpoint of the same step is missing for a moment.
+    trash = _discard(folder)
+    os.replace(partial, folder)
+    _flush(folder.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _discard(folder: Path) -> Path:
+    """Rename a checkpoint to a name that no reader takes for one, and return it."""
+    trash = folder.with_name(folder.name + ".gone" + PARTIAL)
+    if folder.exists():
+        shutil.rmtree(trash, ignore_errors=True)
+        os.replace(folder, trash)
+    return trash
+
+
+def _flush(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading --------------------------------------------------------------------------------------------
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -100,87 +206,42 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Read all files and compare their fingerprints; the processes share the work, and all raise DamagedError or OSError."""
+    """Compare all files with their SHA-256; the processes share the work, and all raise DamagedError or OSError."""
 
     def compare() -> None:
         expected = _read_index(folder)["files"]
-        present = {p.name for p in folder.glob("*.safetensors")}
+        present = {path.name for pattern in (_TENSORS, _VALUES) for path in folder.glob(pattern)}
         for name in sorted(present ^ set(expected)):
             raise DamagedError(
                 f"{folder} should hold {name}. Found none."
                 if name in expected
                 else f"{folder} should hold only the files that its {_FACTS} lists. Found {name}."
             )
-        for name in _share(expected, group):
-            with _readable(folder / name):
-                differs = _fingerprint(folder / name) != expected[name]
-            if differs:
+        rank, size = place_in(group)
+        for name in sorted(expected)[rank::size]:
+            with _readable(folder / name), (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != expected[name]:
                 raise DamagedError(f"{folder / name} should be as it was written. Found that its SHA-256 differs.")
 
     together(group, compare)
 
 
-def read_layout(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors without values (on the device ``meta``), by name."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of all stages by name; the system reads the values of those that are used."""
+    from safetensors.torch import load_file
 
-    try:
-        with _readable(folder):
-            metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-    except (DamagedError, OSError):
-        raise
-    except Exception as error:  # the readers of three formats raise many kinds
-        raise DamagedError(f"{folder} should hold tensors as nwise writes them. Found: {error}") from error
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")  # type: ignore[union-attr]
-        for name, entry in metadata.state_dict_metadata.items()
-    }
+    with _readable(folder):
+        return {name: t for path in sorted(folder.glob(_TENSORS)) for name, t in load_file(path).items()}
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill tensors, in place, with the values of the same names; all processes of a pipeline call it together.
-
-    They have the shapes of `read_layout`.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    ignore_no_dist()
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        where, first = _first_failure(error)
-        kind = OSError if isinstance(first, OSError) else DamagedError
-        raise kind(f"{folder} should be read as a checkpoint. Found{where}: {first}") from error
-
-
-def _first_failure(error: Any) -> tuple[str, BaseException]:
-    rank, (first, _) = next(iter(error.failures.items()))  # torch's error: {rank: (error, traceback)}
-    return f" on rank {rank}", first
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint; an interruption leaves nothing that looks like one."""
-    shutil.rmtree(_discard(folder), ignore_errors=True)
-
-
-def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
-    """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
-    # An error travels as a value: a rank that raised before the gather would leave the others waiting in it.
-    outcome: dict[str, Any] | Exception
-    try:
-        outcome = work() or {}
-    except (OSError, ValueError) as error:
-        outcome = error
-    outcomes: list[Any] = [outcome] * _place(group)[1]
-    if group is not None:
-        dist.all_gather_object(outcomes, outcome, group=group)
-    for problem in outcomes:
-        if isinstance(problem, Exception):
-            raise problem
-    return {name: value for results in outcomes for name, value in results.items()}
+def read_values(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what the processes have saved beside the tensors of stages, by their first stage."""
+    with _readable(folder):
+        return {
+            int(path.stem.partition("-")[2]): torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            for path in sorted(folder.glob(_VALUES))
+        }
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -188,7 +249,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / _FACTS
     with _readable(path):
         data = path.read_bytes()
-    # JSON has no line break outside its texts, and inside one it is escaped: {"format": 1, ...}\n<SHA-256>\n
+    # JSON has no line break outside its texts, and inside one it is escaped: {"format": 2, ...}\n<SHA-256>\n
     try:
         line, written, rest = data.decode().split("\n")
         if rest or hashlib.sha256(line.encode()).hexdigest() != written:
@@ -210,7 +271,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Tell a missing file, which is damage, from one that cannot be read at present, e.g. on a lost network disk."""
+    """Tell a missing file or one in another form, which is damage, from one that cannot be read at present."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -219,61 +280,32 @@ def _readable(path: Path) -> Iterator[None]:
         raise OSError(
             f"{path} should be readable. Found: {error}. Nothing has been changed; try again when it can be read."
         ) from error
+    except DamagedError:
+        raise
+    except Exception as error:  # the readers of two formats raise many kinds
+        raise DamagedError(f"{path} should be in the form that nwise writes. Found: {error}") from error
 
 
-def _complete(partial: Path, folder: Path, fingerprints: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Write the index once all files are on the disk, then give the folder its name."""
-    line = json.dumps({"format": FORMAT, "files": fingerprints, "facts": facts})
-    with (partial / _FACTS).open("wb") as file:
-        file.write(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
-    _flush(partial)
-    # A folder cannot replace another in one call, so a checkpoint of the same step is missing for a moment.
-    trash = _discard(folder)
-    os.replace(partial, folder)
-    _flush(folder.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+# All processes --------------------------------------------------------------------------------------
 
 
-def _discard(folder: Path) -> Path:
-    """Rename a checkpoint to a name that no reader takes for one, and return it."""
-    trash = folder.with_name(folder.name + ".gone" + PARTIAL)
-    if folder.exists():
-        shutil.rmtree(trash, ignore_errors=True)
-        os.replace(folder, trash)
-    return trash
-
-
-def _begin(partial: Path) -> None:
-    """Make an empty folder; remove the partial checkpoints of interrupted writers beside it, and no other files."""
-    for other in partial.parent.glob(f"*{PARTIAL}"):
-        if NAME.match(other.name):
-            shutil.rmtree(other, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def _fingerprint(path: Path) -> list[Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return [path.stat().st_size, digest]
-
-
-def _flush(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def together(group: dist.ProcessGroup | None, work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """Do a share of the work on every process; return the results of all by name, or raise the first error, on all of them."""
+    # An error travels as a value: a rank that raised before the gather would leave the others waiting in it.
+    outcome: dict[str, Any] | Exception
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        outcome = work() or {}
+    except (OSError, ValueError) as error:
+        outcome = error
+    outcomes: list[Any] = [outcome] * place_in(group)[1]
+    if group is not None:
+        dist.all_gather_object(outcomes, outcome, group=group)
+    for problem in outcomes:
+        if isinstance(problem, Exception):
+            raise problem
+    return {name: value for results in outcomes for name, value in results.items()}
 
 
-def _share(items: Iterable[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Return this process's share of the work on some items."""
-    rank, size = _place(group)
-    return sorted(items)[rank::size]
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return the rank in a group and its size."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

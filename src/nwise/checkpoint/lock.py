@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +16,29 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder / ".lock"
         self._lock: Any = None
 
     def acquire(self) -> None:
         """Take the lock; ValueError if another process holds it, OSError if it cannot be made."""
         if self._lock is not None:
             return
-        # The operating system drops the lock with the process, so a kill leaves no lock, only a file that names the last owner.
+        # The operating system drops the lock with the process, so a kill leaves no lock.
         filelock = needed("filelock", "checkpoint", "A checkpoint or a run")
-        lock = filelock.FileLock(self._path, timeout=0, is_singleton=True)
+        lock = filelock.FileLock(self._folder / ".lock", timeout=0, is_singleton=True)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except filelock.Timeout:
             raise ValueError(
-                f"{self._folder} should be written by one process at a time. Found that {self._owner()} writes to it; wait for "
+                f"{self._folder} should be written by one process at a time. Found that another process writes to it; wait for "
                 "it, stop it, or give another folder."
             ) from None
         except OSError as error:
             raise OSError(f"{self._folder} should be writable. Found: {error}") from error
         self._lock = lock
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        with suppress(OSError):  # a full disk: the lock holds without a name
-            self._path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": since}))
 
     def release(self) -> None:
         """Release the lock, if this object holds it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def _owner(self) -> str:
-        try:
-            owner = json.loads(self._path.read_text())
-            return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "another process"

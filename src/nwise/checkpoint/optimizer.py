@@ -1,32 +1,27 @@
-"""An optimizer's `state_dict` in a checkpoint, under names that do not depend on the cut.
+"""An optimizer's `state_dict` in a checkpoint: the names of parameters in place of their numbers, so another cut finds them.
 
-    optimizer.<parameter>.<entry>     tensor of the state of a parameter
-    optimizer.rest.<stage>.<place>    tensor of a group, or of what the optimizer of the process keeps for no parameter
-
-What is not a tensor is JSON among the facts, one object for each process of a replica::
-
-    stage       first stage of the process
-    groups      names of the parameters and options of every group
-    state       state of the parameters (`values.pack`)
-    rest        state of no parameter, and what a `state_dict` has beside state and groups
-    host        names of tensors on the CPU although the parameters are not
-    defaults    options that the optimizer was made with
+state      state of each parameter, by its name
+groups     options and names of parameters of every group
+rest       state of no parameter
+other      what the class adds to its `state_dict`
+forms      dtype and strides of each parameter
+defaults   options that the optimizer was made with
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nwise.checkpoint.values import UnknownTypeError, as_name, pack, unpack
+from nwise.checkpoint.files import plain
 
 _OF_PARAMETERS = ("params", "param_names")  # of a group
-_STEP = (".step", "/step")  # ends of the names of numbers of steps
+_STEP = "step"  # the entry that torch keeps on the CPU
+Values = dict[str, Any]
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
@@ -37,77 +32,55 @@ def optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
     return type(optimizer).__name__ + (f" with {', '.join(extra)}" if extra else "")
 
 
-def collect_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], stage: int
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state by name, not copied, and everything else as JSON.
+# Saving ---------------------------------------------------------------------------------------------
 
-    `names` has the names of the pipeline's parameters, and `stage` is the first one of this process.
+
+def collect_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Values:
+    """Return an optimizer's state, not copied.
+
+    Args:
+        optimizer: the optimizer.
+        names: names of the pipeline's parameters.
 
     Raises:
         TypeError: the state has a value of another type than tensors, numbers, texts and their collections.
         ValueError: the optimizer has state of another network's parameters, or no `state_dict`.
     """
-    tensors: dict[str, Tensor] = {}
-    memory = {_memory(p): name for p, name in names.items()}
     saved = _state_dict(optimizer)
     by_index = _by_index(optimizer, saved)
-
-    def put(prefix: str, tensor: Tensor, place: str) -> str:
-        """Name a tensor; what is one tensor here, such as a count of all parameters, gets one name and stays one."""
-        if (name := memory.get(key := _memory(tensor))) is None:
-            name = prefix + as_name(place)
-            while name in tensors:
-                name += "_"
-            tensors[name] = tensor
-            memory[key] = name
-        return name
-
-    # The state of a parameter goes under its name, so another cut finds it; all else under the process's first stage.
-    put_rest = partial(put, f"optimizer.rest.{stage}.")
-    states: dict[str, Any] = {}
-    others = {k: v for k, v in saved.items() if k not in ("state", "param_groups")}
-    rest: dict[str, Any] = {"state": {}, "other": others}
+    state: Values = {}
+    rest: dict[Any, Any] = {}
+    for index, entries in saved.get("state", {}).items():
+        p = by_index.get(index)
+        if p is None:
+            rest[index] = entries
+        elif p in names:
+            state[names[p]] = entries
+        elif entries:
+            raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
+    groups = [
+        {k: v for k, v in g.items() if k not in _OF_PARAMETERS}
+        | {"params": [names[p] for p in group["params"] if p in names]}
+        for group, g in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
+    ]
+    values = {
+        "state": state,
+        "groups": groups,
+        "rest": rest,
+        "other": {k: v for k, v in saved.items() if k not in ("state", "param_groups")},
+        "forms": {names[p]: (p.dtype, p.stride()) for p in by_index.values() if p in names},
+        "defaults": {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)},
+    }
     try:
-        for index, entries in saved.get("state", {}).items():
-            p = by_index.get(index)
-            if p is None:
-                rest["state"][index] = entries
-            elif p in names:
-                states[names[p]] = pack(entries, partial(put, f"optimizer.{names[p]}."), like=p)
-            elif entries:
-                raise ValueError(_FOREIGN.format(shape=tuple(p.shape)))
-        groups = [
-            {
-                "params": [names[p] for p in group["params"] if p in names],
-                "options": pack({k: v for k, v in g.items() if k not in _OF_PARAMETERS}, put_rest),
-            }
-            for group, g in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False)
-        ]
-        packed = pack(rest, put_rest) if any(rest.values()) else None
-    except UnknownTypeError as error:
+        for part in (*state.values(), *groups, rest, values["other"]):
+            plain(part, lambda tensor: tensor)
+    except TypeError as error:
         raise TypeError(
             "An optimizer's state should consist of tensors, numbers, texts, and lists, tuples, sets and dictionaries of them to "
             f"be saved. Found {error}, of {type(optimizer).__name__}; make `Checkpoints` without the optimizer, and save its "
             "state in another way."
         ) from error
-    home = next((p.device for p in by_index.values()), torch.device("cpu"))
-    return tensors, {
-        "stage": stage,
-        "groups": groups,
-        "state": states,
-        "rest": packed,
-        "host": [n for n, t in tensors.items() if t.device.type == "cpu" != home.type and not n.endswith(_STEP)],
-        "defaults": {k: v for k, v in optimizer.defaults.items() if isinstance(v, bool | int | float | str)},
-    }
-
-
-def _memory(tensor: Tensor) -> object:
-    """Return a value that is equal for two tensors only if they are the same place in memory."""
-    if not tensor.numel():
-        return object()
-    place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-    return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return values
 
 
 def refuse_foreign(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
@@ -130,83 +103,60 @@ def after_first_state(optimizer: torch.optim.Optimizer, check: Callable[[], obje
         optimizer.register_step_post_hook(look)
 
 
+# Loading --------------------------------------------------------------------------------------------
+
+
 class SavedOptimizer:
-    """The part of a checkpoint that belongs to this process's optimizer.
+    """The part of a checkpoint that belongs to this process's optimizer, in memory of its own.
 
-    The JSON is unpacked into states with memory for their tensors, `fresh` by name, which reading fills in place::
-
-        checkpoint.json -> unpack -> states, fresh -> files.read -> load_state_dict
+    Args:
+        optimizer: the optimizer.
+        names: names in the checkpoint of this process's parameters.
+        parts: what the processes that wrote it have saved of theirs, by first stage.
+        stage: the first stage of this process.
 
     Raises:
         ValueError: what the optimizer's class adds to its `state_dict` is of other parameters.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Tensor],  # of this process, by their names in the checkpoint
-        parts: Sequence[Mapping[str, Any]],  # JSON of all processes that wrote it
-        layout: Mapping[str, Tensor],  # the checkpoint's tensors, without values
-        stage: int,  # the first one of this process
+        self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], parts: Mapping[int, Values], stage: int
     ) -> None:
         self._optimizer = optimizer
-        self._parts = parts
-        self._layout = layout
         groups = optimizer.param_groups
         updated = {p for group in groups for p in group["params"]}
-        self._parameters = {name: p for name, p in parameters.items() if p in updated}
-        self._names = {p: name for name, p in self._parameters.items()}
+        self._names = {p: name for p, name in names.items() if p in updated}
         # As in torch, the number of steps stays on the CPU unless a fused or capturable kernel reads it.
         self._counted = {p for g in groups if g.get("fused") or g.get("capturable") for p in g["params"]}
-        self._host = {name for part in parts for name in part["host"]}
-        self._one = {name: first for part in parts for first, *others in part.get("same", ()) for name in others}
-        self.fresh: dict[str, Tensor] = {}
-        self._placed: set[tuple[Tensor, str]] = set()  # parameters, and the ends of the names of their tensors
+        self._parts = [part for _, part in sorted(parts.items())]
+        self._placed: dict[Tensor, Tensor] = {}
         # What belongs to no parameter comes from the process that held this one's first stage: of parts that begin at stages 0
         # and 2, a process that begins at stage 1 gets that of 0.
-        nearest = max((part for part in parts if part["stage"] <= stage), key=lambda part: part["stage"], default={})
-        get_rest = partial(self._tensor, torch.empty(0, device=next((p.device for p in self._names), None)))
-        rest = nearest and nearest["rest"]
-        self._rest = unpack(rest, get_rest) if rest else {"state": {}, "other": {}}
-        if self._rest["other"]:
+        nearest: Values = parts.get(max((k for k in parts if k <= stage), default=-1), {"rest": {}, "other": {}})
+        self._rest = {key: self._placed_in(value, None) for key, value in nearest["rest"].items()}
+        self._other = {key: self._placed_in(value, None) for key, value in nearest["other"].items()}
+        if self._other:
             self._check_own_keys(nearest)
-        self._states: dict[Tensor, Any] = {}
-        packed = {name: s for part in parts for name, s in part["state"].items()}
-        for name, p in self._parameters.items():
-            # An optimizer made of several may train a parameter by another one in another cut; it says whether it can go on.
-            accepts = getattr(optimizer, "accepts_state", None)
-            if name in packed and not (accepts and not accepts(p, [key for key, _ in packed[name]["dict"]])):
-                self._states[p] = unpack(packed[name], partial(self._tensor, p))
+        states = {name: state for part in self._parts for name, state in part["state"].items()}
+        self._forms = {name: form for part in self._parts for name, form in part["forms"].items()}
+        # An optimizer made of several may train a parameter by another one in another cut; it says whether it can go on.
+        accepts = getattr(optimizer, "accepts_state", None)
+        self._states = {
+            p: self._placed_in(states[name], p)
+            for p, name in self._names.items()
+            if name in states and not (accepts and not accepts(p, list(states[name])))
+        }
         # For each group the options of the saved groups that had its parameters.
         self._options = [
-            [unpack(g["options"], get_rest) for part in parts for g in part["groups"] if names & set(g["params"])]
+            [g for part in self._parts for g in part["groups"] if mine & set(g["params"])]
             for group in groups
-            for names in [{self._names[p] for p in group["params"] if p in self._names}]
+            for mine in [{self._names[p] for p in group["params"] if p in self._names}]
         ]
-        owners = {full.rpartition(".")[0] for full in layout}  # with a tensor in their state
-        self._dropped = sorted(
-            name for name in parameters.keys() - self._parameters.keys() if f"optimizer.{name}" in owners
-        )
-        # A tensor of a state that is not in its place in the JSON would be lost without a word.
-        known = {f"optimizer.{self._names[p]}": p for p in self._states}
-        for full in sorted(layout):
-            owner, _, entry = full.rpartition(".")
-            if owner in known and (known[owner], entry.rstrip("_")) not in self._placed:
-                raise LookupError(full)
-
-    def _check_own_keys(self, part: Mapping[str, Any]) -> None:
-        """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
-        saved = [name for group in part["groups"] for name in group["params"]]
-        here = [self._names[p] for group in self._optimizer.param_groups for p in group["params"] if p in self._names]
-        if saved != here:
-            raise ValueError(
-                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds "
-                f"{next(iter(self._rest['other']))!r} to its state dictionary. Found {len(here)} parameters here and "
-                f"{len(saved)} there, or another order; resume with the same cut, or with another optimizer."
-            )
+        self._defaults = {**self._parts[0]["defaults"]} if self._parts else {}
+        self._dropped = sorted(name for name in set(names.values()) - set(self._names.values()) if states.get(name))
 
     def load(self, *, settings: bool) -> list[str]:
-        """Give the optimizer the states, whose tensors have been read; return differences from the checkpoint, in words.
+        """Give the optimizer its state; return differences from the checkpoint, in words.
 
         With `settings` the groups get the options of the checkpoint, such as rates, in which the saved groups agree.
         """
@@ -214,56 +164,74 @@ class SavedOptimizer:
         present = _state_dict(optimizer)
         differing: set[str] = set()
         for found, group in zip(self._options, present.get("param_groups", ()), strict=False) if settings else ():
-            first = found[0] if found else {}
-            agreed = {k: v for k, v in first.items() if all(k in other and _equal(v, other[k]) for other in found)}
-            group.update(agreed)
-            differing |= {k for options in found for k in options} - agreed.keys()
+            for key in {key for options in found for key in options} - {"params"}:
+                values = [options.get(key) for options in found]
+                if all(_equal(values[0], value) for value in values):
+                    group[key] = self._placed_in(values[0], None)
+                else:
+                    differing.add(key)
         # Torch's own function would cast states to the dtype of their parameters, and take a text for a list of letters.
         is_torchs = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         if "state" in present:
             by_index = {} if is_torchs else _by_index(optimizer, present)
             known = {index: self._states[p] for index, p in by_index.items() if p in self._states}
-            present["state"] = {**present["state"], **self._rest["state"], **known}
-        optimizer.load_state_dict({**present, **self._rest["other"]})
+            present["state"] = {**present["state"], **self._rest, **known}
+        optimizer.load_state_dict({**present, **self._other})
         for p, state in self._states.items() if is_torchs else ():
             optimizer.state[p] = state
-        saved = self._parts[0]["defaults"] if self._parts and settings else {}
         now = optimizer.defaults
-        changed = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
+        saved = self._defaults if settings else {}
+        other = [k for k in saved if k in now and saved[k] != now[k] and k not in differing]
         dropped = ", ".join(self._dropped[:3]) + (", ..." if len(self._dropped) > 3 else "")
         return [
             *([f"the state of {dropped} is dropped, which the optimizer does not update"] if dropped else []),
-            *(f"the optimizer's {k} is that of the checkpoint, not of {k}={now[k]}" for k in changed),
+            *(f"the optimizer's {k} is that of the checkpoint, not of {k}={now[k]}" for k in other),
             *(f"the optimizer's {k} is its own, because saved groups differ" for k in sorted(differing)),
         ]
 
-    def _tensor(self, p: Tensor, content: Mapping[str, Any], place: str) -> Tensor:
-        """Return memory for a tensor of the checkpoint, where an optimizer of a parameter needs it; see `unpack`."""
-        self._placed.add((p, as_name(place).rstrip("_")))  # `put` appends "_" if a name is taken
-        name = self._one.get(content["name"], content["name"])
-        if name in self._parameters:
-            return self._parameters[name].detach()
-        if name not in self.fresh:
-            like = self._layout[name]
-            is_step = name.endswith(_STEP)
-            on_host = name in self._host or (is_step and p not in self._counted)
-            device = torch.device("cpu") if on_host else p.device
-            # As in torch, a state in the dtype of its parameter follows it.
-            follows = p in self._names and not is_step and like.dtype == self._layout[self._names[p]].dtype
-            dtype = p.dtype if follows else like.dtype
-            pairs = content.get("complex", False)
-            if strides := content.get("strides"):
-                strides = [*(2 * n for n in strides), 1] if pairs else strides
-                self.fresh[name] = torch.empty_strided(like.shape, strides, dtype=dtype, device=device)
-            elif is_step or pairs or like.shape != p.shape:
-                self.fresh[name] = torch.empty(like.shape, dtype=dtype, device=device)
-            else:
-                # Same strides as the parameter: fused optimizers go by memory.
-                self.fresh[name] = torch.empty_like(p.detach(), dtype=dtype, device=device)
-        return self.fresh[name]
+    def _placed_in(self, value: Any, p: Tensor | None, key: object = "") -> Any:
+        """Return nested values of the checkpoint in new memory, where an optimizer of a parameter needs them."""
+        if isinstance(value, Tensor):
+            if value not in self._placed:
+                self._placed[value] = self._tensor(value, p, is_step=key == _STEP)
+            return self._placed[value]
+        if isinstance(value, dict):
+            return {name: self._placed_in(one, p, name) for name, one in value.items()}
+        if type(value) in (list, tuple, set):
+            return type(value)(self._placed_in(one, p, key) for one in value)
+        return value
+
+    def _tensor(self, value: Tensor, p: Tensor | None, *, is_step: bool) -> Tensor:
+        if p is None:
+            return value.to(next((q.device for q in self._names), None), copy=True)
+        # As in torch, a state in the dtype of its parameter follows it. Fused kernels go by memory, so it follows its order, too.
+        then, strides = self._forms[self._names[p]]
+        dtype = p.dtype if value.dtype == then and not is_step else value.dtype
+        if is_step or value.shape != p.shape or value.stride() != tuple(strides):
+            return value.to("cpu" if is_step and p not in self._counted else p.device, dtype, copy=True)
+        return torch.empty_like(p.detach(), dtype=dtype).copy_(value)
+
+    def _check_own_keys(self, part: Values) -> None:
+        """Refuse what a class adds to its `state_dict` for other parameters, which may be by their number."""
+        saved = [name for group in part["groups"] for name in group["params"]]
+        here = [self._names[p] for group in self._optimizer.param_groups for p in group["params"] if p in self._names]
+        if saved != here:
+            raise ValueError(
+                f"{type(self._optimizer).__name__} should resume with the parameters that it had, because it adds "
+                f"{next(iter(self._other))!r} to its state dictionary. Found {len(here)} parameters here and "
+                f"{len(saved)} there, or another order; resume with the same cut, or with another optimizer."
+            )
 
 
-def _state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def add_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Add the missing momenta of fused SGD, which needs those of all parameters or of none."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for p in group["params"] if group["fused"] and group["momentum"] else ():
+            if p.requires_grad and "momentum_buffer" not in optimizer.state[p]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def _state_dict(optimizer: torch.optim.Optimizer) -> Values:
     try:
         return dict(optimizer.state_dict())
     except Exception as error:  # of a class that has replaced it
@@ -289,11 +257,3 @@ _FOREIGN = (
     "The optimizer should be of the pipeline's parameters. Found another one, of shape {shape}; put its module into a stage or "
     "head, or train it with another optimizer."
 )
-
-
-def add_momenta(optimizer: torch.optim.Optimizer) -> None:
-    """Add the missing momenta of fused SGD, which needs those of all parameters or of none."""
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        for p in group["params"] if group["fused"] and group["momentum"] else ():
-            if p.requires_grad and "momentum_buffer" not in optimizer.state[p]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -1,34 +1,37 @@
 """The state that a run needs to resume: everything that a step changes, under names that do not depend on the cut.
 
-    model.<name>                   parameters and buffers of the main network, named as in the unsplit network
-    heads.<stage>.<name>           parameters and buffers of the heads
-    losses.<stage>.<name>          buffers of the losses, such as a running mean of the outputs
-    optimizer.<parameter>.<entry>  the optimizer's state, such as ``optimizer.model.blocks.0.weight.exp_avg``
-    due.<n>.<parameter>            gradient that the step after n further ones will leave, under a delay
-    random.<stage>                 states of the generators of torch, Python and NumPy, for what else draws from them
+Tensors of stage k, in ``stage-<k>.safetensors``::
+
+    model.<name>              parameters and buffers of the main network, named as in the unsplit network
+    heads.<stage>.<name>      parameters and buffers of the heads
+    losses.<stage>.<name>     buffers of the losses, such as a running mean of the outputs
+
+Values of the process whose first stage is k, in ``process-<k>.pt``::
+
+    optimizer                 the optimizer's state (`nwise.checkpoint.optimizer`)
+    due                       gradients that the next steps will leave under a delay, by name, a dictionary for each step
+    random                    states of the generators of torch, Python and NumPy, for what else draws from them
+    extra                     state dictionaries of what the caller has added
 
 The data need no state: the seed and the step's number determine its samples (`nwise.app.data.batch_indices`).
 """
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, Protocol, cast, get_args, get_origin
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Size, Tensor
 
 from nwise._torch import plain_name
 from nwise.checkpoint import files
 from nwise.checkpoint.optimizer import SavedOptimizer, add_momenta, collect_state, optimizer_kind
-from nwise.checkpoint.weights import local_weights, loss_buffers, made_anew, main_state, plain_state, under
+from nwise.checkpoint.weights import loss_buffers, made_anew, main_state, plain_state, under
 from nwise.pipeline import Pipeline
 from nwise.runtime.due import Gradients
 
@@ -41,43 +44,79 @@ FACTS = {
     "ends": list[str],
     "optimizer": str,
     "compress": str,
-    "due": int,
 }
 
 
-def collect_tensors(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None, due: Sequence[Gradients] = ()
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return copies, on the CPU, of this process's part of the state, and the part of the optimizer's that is JSON.
+class Stateful(Protocol):
+    """What a checkpoint can hold beside the pipeline: a scheduler, a `GradScaler`, averaged weights."""
 
-    There are no tensors where another replica has the same. `due` are the pipeline's `pending_gradients`.
+    def state_dict(self) -> Any:
+        """Return tensors, numbers, texts and their collections."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over what `state_dict` returned."""
+
+
+Extra = Mapping[str, Stateful]
+
+
+def collect(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    due: Sequence[Gradients],
+    extra: Extra,
+    *,
+    copied: bool,
+) -> dict[str, files.Contents]:
+    """Return this process's files by name, each made when it is written; no files where another replica has the same.
+
+    Args:
+        pipe, optimizer, extra: what is saved.
+        due: the pipeline's `pending_gradients`.
+        copied: whether training goes on while they are written.
 
     Raises:
         TypeError: a value of the state cannot be saved.
         ValueError: the optimizer has parameters of another network.
     """
-    tensors, plain = present_state(pipe, optimizer)
+    stages, update = present_state(pipe, optimizer, extra)
     if pipe.processes.replica:
-        return {}, plain
+        return {}
     names = parameter_names(pipe)
-    for n, gradients in enumerate(due):
+    for gradients in due:
         if unknown := gradients.keys() - names.keys():
             warnings.warn(
                 f"The network should keep its parameters while gradients are due. Found {len(unknown)} gradients of parameters "
                 "that it no longer has, lost now; before such a change, update while `pipe.drain()` returns True.",
                 stacklevel=3,
             )
-        due_now = {f"due.{n}.{names[p]}": gradient for p, gradient in gradients.items() if p in names}
-        tensors |= {name: g.to_dense() if g.is_sparse else g for name, g in due_now.items()}
-    tensors[f"random.{pipe.processes.here[0]}"] = _generators()
-    # Copies, because training goes on while the writer's thread works.
-    order = torch.contiguous_format
-    return {name: tensor.detach().cpu().clone(memory_format=order) for name, tensor in tensors.items()}, plain
+    late = [{names[p]: g.to_dense() for p, g in gradients.items() if p in names} for gradients in due]
+    values = {"optimizer": update, "due": late, "random": _generators(), "extra": _states(extra)}
+    stages, values = files.plain((stages, values), _clone if copied else _same)
+    contents: dict[str, files.Contents] = {
+        f"stage-{k}.safetensors": _later(files.as_safetensors, tensors) for k, tensors in stages.items()
+    }
+    return contents | {f"process-{pipe.processes.here[0]}.pt": _later(files.as_values, values)}
 
 
-def present_state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what `collect_tensors` does of modules, losses and optimizer, not copied; raise the same errors."""
-    tensors = {**local_weights(pipe), **loss_buffers(pipe)}
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.cpu().clone()
+
+
+def _later(make: Any, value: Any) -> files.Contents:
+    return lambda: cast(bytes, make(value))
+
+
+def present_state(
+    pipe: Pipeline, optimizer: torch.optim.Optimizer | None, extra: Extra | None = None
+) -> tuple[dict[int, dict[str, Tensor]], Any]:
+    """Return the tensors of this process's stages and the optimizer's state, not copied; raise what `collect` raises."""
+    stages = tensors_by_stage(pipe)
+    tensors = {name: tensor for one in stages.values() for name, tensor in one.items()}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype == torch.complex128:  # which safetensors lacks
             found = tensor.dtype if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
@@ -94,10 +133,32 @@ def present_state(pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> tu
             f"{copies[0]!r}, which the module's state dict makes anew, by a hook, `_save_to_state_dict` or `get_extra_state`; "
             "keep it as a buffer, or save the pipeline's `state_dict` instead."
         )
-    if optimizer is None:
-        return tensors, {}
-    states, plain = collect_state(optimizer, parameter_names(pipe), pipe.processes.here[0])
-    return tensors | states, plain
+    for name, state in _states(extra or {}).items():
+        try:
+            files.plain(state, _same)
+        except TypeError as error:
+            raise TypeError(
+                f"`extra[{name!r}]` should have a state of tensors, numbers, texts and their collections. Found {error}; save it "
+                "in another way."
+            ) from error
+    return stages, None if optimizer is None else collect_state(optimizer, parameter_names(pipe))
+
+
+def tensors_by_stage(pipe: Pipeline) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors of every stage of this process, its head and its loss, by name."""
+    heads, losses = plain_state(pipe.heads), loss_buffers(pipe)
+    return {
+        k: {
+            **{f"model.{name}": t for name, t in plain_state(pipe.stages[k]).items()},
+            **{f"heads.{name}": t for name, t in heads.items() if name.startswith(f"{k}.")},
+            **{name: t for name, t in losses.items() if name.startswith(f"losses.{k}.")},
+        }
+        for k in pipe.processes.here
+    }
+
+
+def _states(extra: Extra) -> dict[str, Any]:
+    return {name: one.state_dict() for name, one in extra.items()}
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -141,23 +202,11 @@ def _is(value: object, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Raise DamagedError if the body finds the state of an optimizer in another form than nwise writes."""
-    try:
-        yield
-    except (AttributeError, LookupError, TypeError) as error:
-        raise files.DamagedError(
-            f"{folder} should have the state of an optimizer in the form that nwise writes. Found {error!r} while reading it; "
-            "resume from another checkpoint."
-        ) from error
-
-
 def restore(
     folder: Path,
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None = None,
-    group: dist.ProcessGroup | None = None,
+    extra: Extra | None = None,
     *,
     settings: bool = True,
 ) -> list[str]:
@@ -172,81 +221,94 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another network; nothing has changed.
     """
-    # In order: compare names and shapes, find where each tensor goes, read all of them, and only then change the pipeline.
+    # In order: read everything, compare names and shapes, find where each tensor goes, and only then change the pipeline.
     facts = files.read_facts(folder)
-    layout = files.read_layout(folder)
-    sizes = {name: tensor.shape for name, tensor in layout.items()}
+    saved = files.read_tensors(folder)
+    values = files.read_values(folder)
+    sizes = {name: tensor.shape for name, tensor in saved.items()}
     _check_same_network(folder, pipe, sizes)
-    # A head belongs to the place where its stage ends, not to the stage's number:
-    #
-    #     saved      | a b | c d | e f |     heads 0, 1
-    #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
-    present, _ = present_state(pipe, None)
-    names = {name: name for name in present if name.startswith("model.")}  # here -> in the checkpoint
-    saved_ends = {end: k for k, end in enumerate(facts["ends"])}
+    present = {name: tensor for one in tensors_by_stage(pipe).values() for name, tensor in one.items()}
     now = collect_facts(pipe, optimizer)
-    old_stages = [saved_ends.get(end) for end in now["ends"]]
-    new: dict[str, list[int]] = {"heads": [], "losses": []}
-    for k in pipe.processes.here:
-        for what, stages in new.items():
-            here = under(present, f"{what}.{k}.")
-            saved = f"{what}.{old_stages[k]}."
-            if under(sizes, saved) == {name: tensor.shape for name, tensor in here.items()}:
-                names |= {f"{what}.{k}.{name}": saved + name for name in here}
-            elif here or what == "losses":
-                stages.append(k)
-    targets = {saved: present[name] for name, saved in names.items()}
+    names, new = _names_there(pipe, present, sizes, facts["ends"], now["ends"])
+    targets = {there: present[name] for name, there in names.items()}
+    parameters = {p: names[name] for p, name in parameter_names(pipe).items() if name in names}
+    first = pipe.processes.here[0]
     loader = None
-    if optimizer is not None and facts["optimizer"] == now["optimizer"]:
-        found = {names[name]: p for p, name in parameter_names(pipe).items() if name in names}
-        with _reading(folder):
-            loader = SavedOptimizer(optimizer, found, facts.get("optimizer_state", ()), layout, pipe.processes.here[0])
-    # Memory for all of it: an unreadable file is found before anything is changed.
-    due = _due_gradients(pipe, facts, layout)
-    wanted = targets | {name: p for call in due for p, name in call.items()}
-    fresh = {n: torch.empty_like(t.detach(), device="cpu") for n, t in wanted.items()}
-    fresh |= {} if loader is None else loader.fresh
-    generators = f"random.{pipe.processes.here[0]}"
-    if generators in sizes:
-        fresh[generators] = torch.empty(sizes[generators], dtype=torch.uint8)
-    files.read(folder, fresh, group)
+    due: list[dict[Tensor, Tensor]] = []
+    try:
+        if optimizer is not None and facts["optimizer"] == now["optimizer"]:
+            parts = {k: value["optimizer"] for k, value in values.items() if value["optimizer"] is not None}
+            loader = SavedOptimizer(optimizer, parameters, parts, first)
+        late = [value["due"] for value in values.values()]
+        if facts["strategy"] == pipe.strategy.name:  # for another one they would come too late or too early
+            for calls in zip(*late, strict=True):
+                found = {name: g for call in calls for name, g in call.items()}
+                due.append({p: found[n].to(p.device, copy=True) for p, n in parameters.items() if n in found})
+        nearest = values[max(k for k in values if k <= first)]
+        states = {name: nearest["extra"][name] for name in (extra or {}) if name in nearest["extra"]}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise files.DamagedError(
+            f"{folder} should have its values in the form that nwise writes. Found {error!r} while reading them; resume from "
+            "another checkpoint."
+        ) from error
     with torch.no_grad():
         for name, tensor in targets.items():
-            tensor.copy_(fresh[name])
+            tensor.copy_(saved[name])
     _undo_steps(parameter_names(pipe), optimizer)
-    notes = [*_cast(targets, layout), *_merged_losses(targets, fresh)]
-    if loader is not None:
-        with _reading(folder):
-            notes += loader.load(settings=settings)
+    notes = [*_cast(targets, saved), *_merged_losses(targets, saved)]
+    notes += [] if loader is None else loader.load(settings=settings)
     if optimizer is not None:
         add_momenta(optimizer)  # those of a new head, or of heads that had no gradient yet
-    if generators in sizes:
-        _set_generators(fresh[generators])
+    for name, state in states.items():
+        (extra or {})[name].load_state_dict(state)
+    if first in values:
+        _set_generators(nearest["random"])
     pipe.steps = int(facts["step"])
-    kept = pipe.restore_pending([{p: fresh[name].to(p.device) for p, name in call.items()} for call in due])
+    kept = pipe.restore_pending(due)
     used = {int(name.split(".")[1]) for name in targets if name.startswith("heads.")}
-    parts = pipe.processes.by_place("heads", [new["heads"], [*used], new["losses"], notes])
-    changes = _differences(facts, now, sizes, parts)
-    if lost := 0 if kept else int(facts["due"]):
+    together = pipe.processes.by_place("heads", [new["heads"], [*used], new["losses"], notes])
+    changes = _differences(facts, now, sizes, together)
+    if lost := 0 if kept else max(map(len, late), default=0):
         changes.append(f"dropped the late gradients of {lost} mini-batch{'es' if lost > 1 else ''}")
     return changes
 
 
-def _generators() -> Tensor:
-    """Return the states of the generators of torch, Python and NumPy, as bytes."""
+def _names_there(
+    pipe: Pipeline,
+    present: Mapping[str, Tensor],
+    sizes: Mapping[str, Size],
+    saved_ends: Sequence[str],
+    ends: Sequence[str],
+) -> tuple[dict[str, str], dict[str, list[int]]]:
+    """Return the name that each tensor of this process has in the checkpoint, and the stages whose heads or losses are new."""
+    # A head belongs to the place where its stage ends, not to the stage's number:
+    #
+    #     saved      | a b | c d | e f |     heads 0, 1
+    #     now        | a b   c d | e f |     head 0, which takes the saved head 1; the saved head 0 is dropped
+    names = {name: name for name in present if name.startswith("model.")}
+    stage_of = {end: k for k, end in enumerate(saved_ends)}
+    new: dict[str, list[int]] = {"heads": [], "losses": []}
+    for k in pipe.processes.here:
+        for what, stages in new.items():
+            here = under(present, f"{what}.{k}.")
+            there = f"{what}.{stage_of.get(ends[k])}."
+            if under(sizes, there) == {name: tensor.shape for name, tensor in here.items()}:
+                names |= {f"{what}.{k}.{name}": there + name for name in here}
+            elif here or what == "losses":
+                stages.append(k)
+    return names, new
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the generators of torch, Python and NumPy."""
     name, keys, *others = cast(Any, np.random.get_state())  # noqa: NPY002 - users' code draws from it
-    text = json.dumps([random.getstate(), [name, keys.tolist(), *others]])
-    return torch.cat([torch.get_rng_state(), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)])
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, keys.tolist(), *others)}
 
 
-def _set_generators(state: Tensor) -> None:
-    """Set the generators; a checkpoint of 0.2 has the state of torch's alone."""
-    size = len(torch.get_rng_state())
-    torch.set_rng_state(state[:size])
-    if len(state) > size:
-        (version, numbers, gauss), numpy_state = json.loads(bytes(state[size:].tolist()))
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state(tuple(numpy_state))  # noqa: NPY002
+def _set_generators(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
 
 
 def _undo_steps(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> None:
@@ -277,20 +339,6 @@ def _check_same_network(folder: Path, pipe: Pipeline, sizes: Mapping[str, Size])
                 f"The network should be that of {folder}, whatever its cut. Found that {name!r} has shape {here.get(name)} "
                 f"here and {saved.get(name)} there; None means that it has no such tensor."
             )
-
-
-def _due_gradients(pipe: Pipeline, facts: Mapping[str, Any], layout: Mapping[str, Tensor]) -> list[dict[Tensor, str]]:
-    """Return the gradients that the next steps leave, as names in the checkpoint by parameter.
-
-    There are none if the next step has another strategy than the last one, for which they would come too late or too early.
-    """
-    if facts["strategy"] != pipe.strategy.name:
-        return []
-    parameters = parameter_names(pipe)
-    return [
-        {p: full for p, name in parameters.items() if (full := f"due.{n}.{name}") in layout}
-        for n in range(int(facts["due"]))
-    ]
 
 
 def _cast(targets: Mapping[str, Tensor], layout: Mapping[str, Tensor]) -> list[str]:

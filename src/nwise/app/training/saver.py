@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
 from nwise.runtime.processes import Processes
 
-_RUN_FACTS = {"rate": dict[str, float], "seconds": float, "best": float, "config": dict[str, object]}
+_RUN_FACTS = {"rate": dict[str, float], "seconds": float, "config": dict[str, object]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,6 @@ class CheckpointPolicy:
     """Minutes between two checkpoints; 0 for never."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
-    keep_best: bool = False
-    """Also write and keep the checkpoint with the lowest test loss of the last head."""
     checkpoint_async: bool = False
     """Write in the background, from a copy."""
 
@@ -94,11 +91,8 @@ class Saver:
         self._pipe = pipe
         self._policy = policy
         self._facts = facts
-        self._checkpoints = Checkpoints(
-            folder, pipe, keep=policy.keep, keep_best=policy.keep_best, asynchronous=policy.checkpoint_async
-        )
-        self._best = math.inf
-        self._loss: float | None = None  # the test loss of the present state, if it was tested
+        background = policy.checkpoint_async
+        self._checkpoints = Checkpoints(folder, pipe, keep=policy.keep, asynchronous=background)
         self._written = -1  # step of the checkpoint on the disk that is the present state
         self._saved = time.monotonic()
 
@@ -107,7 +101,6 @@ class Saver:
         info = self._checkpoints.newest()
         if info is not None:
             check_facts(info.facts, info.folder, _RUN_FACTS)
-            self._best = info.facts["best"]
             self._pipe.steps = info.facts["step"]
         return info
 
@@ -132,16 +125,12 @@ class Saver:
         seconds = 60 * self._policy.checkpoint_minutes
         return bool(seconds) and time.monotonic() - self._saved > seconds
 
-    def stepped(self, loss: float | None, *, is_last: bool) -> None:
-        """Write a checkpoint after a step if one is due; `loss` is the last head's test loss, if it was tested."""
+    def stepped(self, *, is_last: bool) -> None:
+        """Write a checkpoint after a step if one is due."""
         every = self._policy.checkpoint_every
-        is_best = self._policy.keep_best and loss is not None and loss < self._best
-        self._loss = loss
-        if loss is not None:
-            self._best = min(self._best, loss)
         if is_last:
             self.save(wait=True)
-        elif is_best or (every and self._pipe.steps % every == 0):
+        elif every and self._pipe.steps % every == 0:
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
@@ -153,7 +142,7 @@ class Saver:
                 self.phase.guard.check_parameters()
                 self._checkpoints.optimizer = self.phase.optimizer
                 rate = self.phase.rate.state()
-                self._checkpoints.save(loss=self._loss, best=self._best, rate=rate, **self._facts())
+                self._checkpoints.save(rate=rate, **self._facts())
                 self._written = self._pipe.steps
             if wait:
                 self._checkpoints.wait()

@@ -22,7 +22,7 @@ from nwise.app.training.log import StepLog, TimelineRecorder
 from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
 from nwise.app.training.saver import CheckpointPolicy, Requests, Saver
-from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_layout
+from nwise.checkpoint import CheckpointInfo, discard_unsaved_heads, gather_weights, read_tensors
 from nwise.microbatch import check_parts
 from nwise.randomness import generator
 from nwise.strategies import Strategy
@@ -223,7 +223,7 @@ class Trainer:
                 if self._is_due(step + 1):
                     scores = self._test(step + 1, first, last)
                 elif self._saver is not None:
-                    self._saver.stepped(None, is_last=False)
+                    self._saver.stepped(is_last=False)
         if checkpoint is not None:
             self._restore(checkpoint, done=0)
         return self._evaluate(self.num_steps) if scores is None else scores
@@ -237,7 +237,7 @@ class Trainer:
         if number:
             self.pipe.discard_heads()
         elif checkpoint is not None:
-            discard_unsaved_heads(self.pipe, read_layout(checkpoint.folder))
+            discard_unsaved_heads(self.pipe, read_tensors(checkpoint.folder))
 
     def _test(self, step: int, first: int, last: int) -> Scores:
         """Evaluate after a step of a phase (the steps from `first` to `last`), and tell its learning rate and the saver."""
@@ -255,7 +255,7 @@ class Trainer:
         if step > first:
             self._phase.rate.evaluated(loss)
         if self._saver is not None and step:
-            self._saver.stepped(loss, is_last=step == self.num_steps)
+            self._saver.stepped(is_last=step == self.num_steps)
         return scores
 
     def _step(self, step: int, inputs: Tensor, target: Tensor) -> None:
