@@ -34,7 +34,7 @@ Case = Callable[[], Any]
 
 def state(pipe: nwise.Pipeline) -> dict[str, Any]:
     """Digests of parameters and buffers."""
-    buffers = {name: b.tolist() for name, b in pipe.named_buffers() if b.numel()}
+    buffers = {name: b.tolist() for name, b in pipe.named_buffers() if b.layout is torch.strided and b.numel()}
     return {**digests(pipe), **buffers}
 
 
