@@ -75,7 +75,7 @@ class Post(Mailbox):
         self._tell = cast(Tell, None)
         self._epoch = 0
         self._inferred = 0
-        self._spared: set[int | None] = set()
+        self._spared: set[int] = set()
         self._signature = Signature()  # of the newest mini-batch
         self._label = ""
         self._labels: dict[int, str] = {}  # of the mini-batches in flight
@@ -202,7 +202,7 @@ class Post(Mailbox):
             tensors = [x for microbatch in inputs for x in microbatch]
             for stage in self._stages.values():
                 tensors += [*stage.module.parameters(), *stage.module.buffers()]
-            self._spared = {address(t) for t in tensors}
+            self._spared = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
 
     def _sendable(self, tensors: Tensors, stage: int) -> Tensors:
         """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
