@@ -80,7 +80,8 @@ ADD_ONS = {
     "training",
 }
 ADD_ONS |= {"progress", "__main__", "__init__"}
-# Lines of code, without blanks, comments and docstrings. The numbers only go down; those of another folder may pay for one.
+# Lines of code, without blanks, comments and docstrings. The numbers only go down. A change that
+# needs more takes away elsewhere, or says in its commit why the feature is worth its lines.
 BUDGETS = {
     "strategies": 342,
     "schedule": 2_093,
@@ -93,8 +94,12 @@ BUDGETS = {
     "planning": 1_594,
     "training": 509,
     "app": 4_705,
+    "the core": 7_409,
+    "the library": 12_271,
+    "import nwise.pipeline: files": 57,
+    "import nwise.pipeline: lines": 8_940,
+    "warm step: calls": 300,
 }
-CORE_BUDGET, LIBRARY_BUDGET, IMPORT_BUDGET = 7_409, 12_271, (57, 9_085)
 
 
 def part(file: Path) -> str:
@@ -213,14 +218,14 @@ def test_the_core_imports_no_add_on() -> None:
 
 def test_lines_of_code_stay_within_their_budgets() -> None:
     found: Any = count(ROOT)
-    sizes = {name: found[f"code in {name}"] for name in BUDGETS if name != "app"}
-    sizes["app"] = lines_of_code(file for file in FILES if part(file) == "app")
-    assert {name: size for name, size in sizes.items() if size > BUDGETS[name]} == {}
-    assert lines_of_code(file for file in FILES if part(file) not in ADD_ONS) <= CORE_BUDGET
-    assert lines_of_code(file for file in FILES if part(file) not in ("app", "__main__")) <= LIBRARY_BUDGET
-    loaded = found["import nwise.pipeline: files"], found["import nwise.pipeline: lines"]
-    assert all(a <= b for a, b in zip(loaded, IMPORT_BUDGET, strict=True)), loaded
-    assert found["warm step: calls"] <= 300
+    sizes = {name: lines_of_code(file for file in FILES if part(file) == name) for name in BUDGETS if name in RANK}
+    sizes["the core"] = lines_of_code(file for file in FILES if part(file) not in ADD_ONS)
+    sizes["the library"] = lines_of_code(file for file in FILES if part(file) not in ("app", "__main__"))
+    sizes["import nwise.pipeline: files"] = found["import nwise.pipeline: files"]
+    sizes["import nwise.pipeline: lines"] = found["import nwise.pipeline: lines"]
+    sizes["warm step: calls"] = found["warm step: calls"]
+    assert sizes.keys() == BUDGETS.keys()
+    assert {name: (size, BUDGETS[name]) for name, size in sizes.items() if size > BUDGETS[name]} == {}
 
 
 _CALLABLE = """

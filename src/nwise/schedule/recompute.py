@@ -1,7 +1,8 @@
 """Recomputation: a schedule whose stages keep only their input while their rank works on anything else.
 
-A stage lets a graph go as soon as the rank turns to other work, and a second forward (R) makes it again right before the next
-pass. Two stages on a rank, end-to-end, M = 1; stage 1 goes on with its own head and pass, so it needs no R::
+If a rank does other work before the next pass of a micro-batch, the stage lets the graph go, and a second forward (R) makes it
+again right before that pass. A rank that only waits keeps it. Two stages on a rank, end-to-end, M = 1; stage 1 goes on with its
+own head and pass, so it needs no R::
 
     F0(0) F1(0) H1(0) B1(0.0) W0(0)    ->    F0(0) F1(0) H1(0) B1(0.0) R0(0) W0(0)
 """
