@@ -124,6 +124,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     tensors = dict(load_file(one / "weights.safetensors"))
     tensors.update({f"checkpoint.{name}": t for name, t in read_tensors(newest).items()})
     for k, values in read_values(newest).items():
+        # Python's own generator begins with other numbers in every process, and nothing here draws from it.
+        values["random"] = values["random"]["torch"]
         leaves = enumerate(tree_leaves(values))
         tensors.update({f"process-{k}.{i}": torch.as_tensor(x) for i, x in leaves if isinstance(x, Tensor | int)})
     records = [{k: v for k, v in r.items() if k != "seconds"} for r in Run.open(one).metrics()]
