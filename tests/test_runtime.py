@@ -48,13 +48,16 @@ FAULTS = {  # which of its neighbours first misses a rank that was killed, or fi
     "kill": r"Rank [0-3] .* lost rank {rank} \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
     "stall": rf"Rank {{rank}} \(stage {{rank}}\) has been at {WHERE} for more than 2 seconds",
     "stop": r"Rank {before} \(stage {before}\) has not heard of rank {rank} for 2 seconds; last seen ",
-    "differ": r"Rank ({rank} .* settings as rank [0-3]|[0-3] .* settings as rank {rank})\. Found 2-wise(-mean)? with M = 2 on r",
+    # Whoever is first: the watch, or a message of another schedule.
+    "differ": r"Rank ({rank} .* settings as rank [0-3]|[0-3] .* settings as rank {rank})\. Found 2-wise(-mean)? with M = 2 on r"
+    r"|Rank ({rank} .* schedule\. Found {how} here and {how} on rank [0-3]"
+    r"|[0-3] .* schedule\. Found {how} here and {how} on rank {rank}),",
 }
 
 
 def sentence_of(kind: str, rank: int, step: str) -> str:
     """A pattern of what all ranks say of a fault of one of four."""
-    return FAULTS[kind].format(rank=rank, before=(rank - 1) % 4, step=step)
+    return FAULTS[kind].format(rank=rank, before=(rank - 1) % 4, step=step, how="2-wise(-mean)? with M = 2")
 
 
 def faulty(kind: str, rank: int, after: int, folder: Path) -> tuple[list[str], float]:

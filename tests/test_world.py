@@ -28,7 +28,7 @@ DIFFERENT = {
     # Regression: lists of equal shapes in another order trained a micro-batch with another one's gradient.
     "schedules": (
         f"pipe, data = pipeline(2, '2-wise', 2, schedule=['skewed', 'depth-first'][RANK]), batches(1)\n{TRAIN}",
-        "Every rank should have the same schedule. Found lists that differ from those of rank [01]; make the same calls",
+        "same schedule. Found 2-wise with M = 2 here and 2-wise with M = 2 on rank [01], with lists that differ; make",
     ),
     # Regression: the last batch of one rank was larger, and a message met memory of another size.
     "lengths": (

@@ -106,7 +106,7 @@ class Post(Mailbox):
                 channels[place].allowance = (1 + schedule.oldest) * count
         self.wanted = self._wanted
         if call in flying:
-            self._labels[call] = f"{schedule.digest[:16]} {self._label}"
+            self._labels[call] = f"{schedule.digest[:16]} {self._processes.settings[0]} | {self._label}"
         self._labels.pop(call - schedule.oldest - 1, None)
         for replicas in self.replicas.values():
             replicas.start()
@@ -237,12 +237,12 @@ def _check_label(mine: str, theirs: str, peer: int) -> None:
     """Raise ValueError if rank `peer` has another schedule, or another mini-batch."""
     if mine == theirs:
         return
-    (here, own) = mine.split(" ", 1)
-    (there, other) = theirs.split(" ", 1)
+    here, own = mine.split(" | ", 1)
+    there, other = theirs.split(" | ", 1)
     if here != there:
         raise ValueError(
-            f"Every rank should have the same schedule. Found lists that differ from those of rank {peer}; make the same "
-            "calls on all ranks, and the schedule from the same costs, not from costs that each rank measures."
+            f"Every rank should have the same schedule. Found {here.partition(' ')[2]} here and {there.partition(' ')[2]} on rank "
+            f"{peer}, with lists that differ; make the same calls on all ranks, and the schedule from the same costs."
         )
     raise ValueError(
         f"Every rank should get the whole mini-batch, under the same autocast. Found micro-batches, {own} here and {other} on "

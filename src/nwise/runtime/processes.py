@@ -84,6 +84,7 @@ class Processes:
         replica, num_replicas: index of this replica of the stages, and the number of replicas.
         ranks: ranks of this replica's processes, by place.
         doing: present action of this rank, for other ranks that wait for it; None between steps.
+        settings: strategy and M in words, and a digest of all that ranks have to train alike by.
         mesh, store: the mesh, and the store in which ranks exchange facts; of several processes.
         groups, channels: groups of `nwise.runtime.sums`, and channels of `nwise.runtime.connections`.
 
@@ -98,6 +99,7 @@ class Processes:
     size = num_replicas = 1
     ranks: Sequence[int] = (0,)
     doing: Status | None = None
+    settings: tuple[str, int] = "", 0
     _watch: Watchdog | None = None
 
     def __init__(
@@ -125,7 +127,6 @@ class Processes:
         self._timeout = timedelta(seconds=limit + SPARE)
         start(limit + SPARE)
         self._number = next(_numbers)
-        self._settings = ("", 0)
         self._note("the construction")
         self.mesh = make_mesh(num_stages, mesh)
         sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
@@ -309,7 +310,7 @@ class Processes:
     def _note(self, name: str, batch: object = "") -> None:
         # Replicas have shares of a mini-batch, which may be unequal.
         look = batch if self.num_replicas == 1 else ""
-        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self._settings, look)
+        _calls.begin(f"{name} of pipeline {self._number}" if self._number else name, *self.settings, look)
 
     def watched(
         self, name: str | None, batch: object = "", errors: type[Exception] = Exception
@@ -354,9 +355,7 @@ class Processes:
             facts: everything to compare, with a `repr` that is the same in every process.
         """
         if self.size > 1:
-            self._settings = name, derive(repr(facts))
-
-    # The end ----------------------------------------------------------------------------------------
+            self.settings = name, derive(repr(facts))
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Run an action in `close`, once all ranks are there; never with one process."""
