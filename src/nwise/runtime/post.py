@@ -241,8 +241,8 @@ def _check_label(mine: str, theirs: str, peer: int) -> None:
     there, other = theirs.split(" | ", 1)
     if here != there:
         raise ValueError(
-            f"Every rank should have the same schedule. Found {here.partition(' ')[2]} here and {there.partition(' ')[2]} on rank "
-            f"{peer}, with lists that differ; make the same calls on all ranks, and the schedule from the same costs."
+            f"Every rank should have the same schedule. Found {here.partition(' ')[2]} here and {there.partition(' ')[2]} on "
+            f"rank {peer}, with lists that differ; make the same calls on all ranks, and the schedule from the same costs."
         )
     raise ValueError(
         f"Every rank should get the whole mini-batch, under the same autocast. Found micro-batches, {own} here and {other} on "
