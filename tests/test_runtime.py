@@ -96,6 +96,13 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
     assert re.search(f"Found {call} and {call};", said[0]), said[0]
 
 
+def test_rank_that_stops_while_others_exchange_facts_is_ended(tmp_path: Path) -> None:
+    """Regression: their limit came before that of the watch, so nobody ended the stopped process, and the launcher waited."""
+    said, seconds = faulty("stop", 2, 5, tmp_path)
+    assert said
+    assert seconds < 60
+
+
 @pytest.mark.slow("two hundred starts, ten minutes")
 @pytest.mark.timeout(7200)
 def test_two_hundred_random_faults(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class Processes:
         """Meet the other processes."""
         from nwise.runtime.watch import SPARE, Watchdog
 
-        self._limit = limit
+        self._limit = limit + SPARE / 3  # of an exchange: the watch speaks of a stalled rank first, and ends it
         self._timeout = timedelta(seconds=limit + SPARE)
         start(limit + SPARE)
         self._number = next(_numbers)
