@@ -71,7 +71,7 @@ def test_replicas_match_more_micro_batches(tmp_path: Path) -> None:
 
 
 def test_one_sum_begins_after_the_last_gradients_of_a_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While other stages work; gradients of earlier steps are added, and a parameter that nobody used has none."""
+    """It adds the gradients of earlier steps, and leaves a parameter without a gradient if no replica has one."""
     events: list[int] = []
     really = dist.all_reduce
 

@@ -48,7 +48,7 @@ FAULTS = {  # which of its neighbours first misses a rank that was killed, or fi
     "kill": r"Rank [0-3] .* lost rank {rank} \(last seen .* at .*stage [0-3], micro-batch [01]\) of step",
     "stall": rf"Rank {{rank}} \(stage {{rank}}\) has been at {WHERE} for more than 2 seconds",
     "stop": r"Rank {before} \(stage {before}\) has not heard of rank {rank} for 2 seconds; last seen ",
-    # Whoever is first: the watch, or a message of another schedule.
+    # Either the watch or a message of another schedule reports it first.
     "differ": r"Rank ({rank} .* settings as rank [0-3]|[0-3] .* settings as rank {rank})\. Found 2-wise(-mean)? with M = 2 on r"
     r"|Rank ({rank} .* schedule\. Found {how} here and {how} on rank [0-3]"
     r"|[0-3] .* schedule\. Found {how} here and {how} on rank {rank}),",
@@ -97,7 +97,7 @@ def test_rank_leaving_early_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def test_rank_that_stops_while_others_exchange_facts_is_ended(tmp_path: Path) -> None:
-    """Regression: their limit came before that of the watch, so nobody ended the stopped process, and the launcher waited."""
+    """Regression: the exchange timed out before the watch did, so no rank ended the stopped process, and the launcher stalled."""
     said, seconds = faulty("stop", 2, 5, tmp_path)
     assert said
     assert seconds < 60

@@ -10,7 +10,7 @@ A map: each line imports only from those below it, and ends with what it hands u
     pipeline                     what users call                                            -> Pipeline
     program                      arguments, settings, the cut of a batch                    -> steps
     runtime                      ranks, messages, the engine, one step                      -> losses, .grad
-    stage                        one stage's forward, head and passes               -> gradients
+    stage                        one stage's forward, head and passes                       -> gradients
     schedule                     the task graph, its orders, times and bounds               -> Schedule
     flow                         the messages and passes that a credit matrix asks for      -> Flow
     strategies    network, heads which loss trains which stage; how a model is cut          -> credit matrix, stages

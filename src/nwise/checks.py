@@ -101,7 +101,7 @@ def warn(text: str) -> None:
     level = 1
     while frame is not None and _is_inside(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
-        level = level + 1
+        level += 1
     warnings.warn(text, stacklevel=level)
 
 

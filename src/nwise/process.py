@@ -17,9 +17,8 @@ A library should leave its process alone; these are the exceptions, and no other
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
     more variants of compiled code      `compile_module`                     a ninth block would run uncompiled
-    one warning of torch is ignored     a checkpoint is written or read      torch announces every save
     KINETO_LOG_LEVEL=6, if not set,     memory is measured on a CPU          torch announces its profiler
-      and one more warning is ignored                                        and, 2.11, that it keeps one cycle
+      and one warning is ignored                                             and, 2.11, that it keeps one cycle
 
 The trainer also makes cudnn take repeatable algorithms. The command line handles SIGTERM and SIGINT while it trains, and
 replaces a closed standard output, and characters that its encoding lacks. Several processes leave their group in an exit
@@ -154,8 +153,3 @@ def allow_variants(most: int) -> dict[str, int]:
     settings = tracer_settings()
     settings.recompile_limit = max(settings.recompile_limit, most)
     return {}
-
-
-def ignore_no_dist() -> None:
-    """Ignore for good torch's warning about saving in one process, because the writer may be a background thread."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

@@ -153,7 +153,7 @@ class Capture:
         draws = Observed(step.seed)
         with self._graphs.beside():
             results = step.run(draws)
-        kind.steps = kind.steps + 1
+        kind.steps += 1
         kind.drawing = draws.drawing
         return results
 
@@ -191,7 +191,7 @@ class Capture:
         if self._kinds:
             self._kinds = {}
             self._graphs = make_graphs(step.engine.device)
-            self._changes = self._changes + 1
+            self._changes += 1
             if self._changes > _LIMIT:
                 self._stop(f"modules or what is trained changed {_LIMIT} times in close succession")
         self._structure = step.structure

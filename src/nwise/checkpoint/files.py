@@ -55,12 +55,16 @@ def replacing(path: Path) -> Iterator[Path]:
 # Contents of files ----------------------------------------------------------------------------------
 
 
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies on the CPU, because safetensors refuses tensors that share memory, as those of a module used twice do."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
 def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     """Return tensors as the bytes of a safetensors file."""
     from safetensors.torch import save
 
-    # Copies, because safetensors refuses tensors that share memory, such as those of a module that is used twice.
-    return save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return save(unshared(tensors))
 
 
 def as_values(value: Any) -> bytes:
@@ -70,12 +74,12 @@ def as_values(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def plain(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def plain(value: Any, change: Callable[[Tensor], Tensor] = Tensor.detach) -> Any:
     """Return nested values that can be read without running code: numbers, texts, tensors, and collections of them.
 
     Args:
         value: the values.
-        change: what is done to each tensor; what is one tensor stays one.
+        change: what is done to each tensor, which is one tensor afterwards, too; default: nothing.
 
     Raises:
         TypeError: a part is of another type; the message has its place and its type.

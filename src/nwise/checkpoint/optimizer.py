@@ -73,7 +73,7 @@ def collect_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str])
     }
     try:
         for part in (*state.values(), *groups, rest, values["other"]):
-            plain(part, lambda tensor: tensor)
+            plain(part)
     except TypeError as error:
         raise TypeError(
             "An optimizer's state should consist of tensors, numbers, texts, and lists, tuples, sets and dictionaries of them to "

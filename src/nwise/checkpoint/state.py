@@ -79,7 +79,7 @@ def collect(
         TypeError: a value of the state cannot be saved.
         ValueError: the optimizer has parameters of another network.
     """
-    stages, update = present_state(pipe, optimizer, extra)
+    stages, update, states = present_state(pipe, optimizer, extra)
     if pipe.processes.replica:
         return {}
     names = parameter_names(pipe)
@@ -91,16 +91,12 @@ def collect(
                 stacklevel=3,
             )
     late = [{names[p]: g.to_dense() for p, g in gradients.items() if p in names} for gradients in due]
-    values = {"optimizer": update, "due": late, "random": _generators(), "extra": _states(extra)}
-    stages, values = files.plain((stages, values), _clone if copied else _same)
+    values = {"optimizer": update, "due": late, "random": _generators(), "extra": states}
+    stages, values = files.plain((stages, values), _clone if copied else Tensor.detach)
     contents: dict[str, files.Contents] = {
         f"stage-{k}.safetensors": _later(files.as_safetensors, tensors) for k, tensors in stages.items()
     }
     return contents | {f"process-{pipe.processes.here[0]}.pt": _later(files.as_values, values)}
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -113,8 +109,8 @@ def _later(make: Any, value: Any) -> files.Contents:
 
 def present_state(
     pipe: Pipeline, optimizer: torch.optim.Optimizer | None, extra: Extra | None = None
-) -> tuple[dict[int, dict[str, Tensor]], Any]:
-    """Return the tensors of this process's stages and the optimizer's state, not copied; raise what `collect` raises."""
+) -> tuple[dict[int, dict[str, Tensor]], Any, dict[str, Any]]:
+    """Return tensors by stage, the optimizer's state and the extra ones, not copied; raise what `collect` raises."""
     stages = tensors_by_stage(pipe)
     tensors = {name: tensor for one in stages.values() for name, tensor in one.items()}
     for name, tensor in tensors.items():
@@ -133,20 +129,23 @@ def present_state(
             f"{copies[0]!r}, which the module's state dict makes anew, by a hook, `_save_to_state_dict` or `get_extra_state`; "
             "keep it as a buffer, or save the pipeline's `state_dict` instead."
         )
-    for name, state in _states(extra or {}).items():
+    states = {name: one.state_dict() for name, one in (extra or {}).items()}
+    for name, state in states.items():
         try:
-            files.plain(state, _same)
+            files.plain(state)
         except TypeError as error:
             raise TypeError(
                 f"`extra[{name!r}]` should have a state of tensors, numbers, texts and their collections. Found {error}; save it "
                 "in another way."
             ) from error
-    return stages, None if optimizer is None else collect_state(optimizer, parameter_names(pipe))
+    update = None if optimizer is None else collect_state(optimizer, parameter_names(pipe))
+    return stages, update, states
 
 
 def tensors_by_stage(pipe: Pipeline) -> dict[int, dict[str, Tensor]]:
     """Return the tensors of every stage of this process, its head and its loss, by name."""
-    heads, losses = plain_state(pipe.heads), loss_buffers(pipe)
+    heads = plain_state(pipe.heads)
+    losses = loss_buffers(pipe)
     return {
         k: {
             **{f"model.{name}": t for name, t in plain_state(pipe.stages[k]).items()},
@@ -155,10 +154,6 @@ def tensors_by_stage(pipe: Pipeline) -> dict[int, dict[str, Tensor]]:
         }
         for k in pipe.processes.here
     }
-
-
-def _states(extra: Extra) -> dict[str, Any]:
-    return {name: one.state_dict() for name, one in extra.items()}
 
 
 def collect_facts(pipe: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from nwise._torch import plain_name
-from nwise.checkpoint.files import replacing
+from nwise.checkpoint.files import replacing, unshared
 from nwise.checks import needed
 from nwise.pipeline import Pipeline
 from nwise.tensors import Named, names
@@ -131,11 +131,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, facts: dict[str, str] |
         OSError: the file cannot be written; the earlier one stays.
     """
     package, tools = (needed(name, "checkpoint", "A file of weights") for name in ("safetensors", "safetensors.torch"))
-    # safetensors refuses tensors that share memory, such as the tensors of a module used twice.
-    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         with replacing(path) as partial:
-            tools.save_file(whole, partial, facts)
+            tools.save_file(unshared(tensors), partial, facts)
     except (OSError, package.SafetensorError) as error:
         raise OSError(f"{path} should be written. Found: {error}") from error
 

@@ -114,7 +114,7 @@ def _within(limit: float, tables: Sequence[Sequence[Matrix]]) -> Assignment | No
     for k in reversed(range(num_stages)):
         ranks[k] = r
         starts[k] = int(begins[k][r, end])
-        r = r - int(firsts[k][r, end])
+        r -= int(firsts[k][r, end])
         end = starts[k]
     return tuple(starts), tuple(ranks)
 

@@ -4,13 +4,15 @@
     work                                a rank's part of a schedule
     engine, due                         the calls of a rank, and gradients that are due in later ones
     mailbox                             results on their way from the task that makes them to those that read them
-    processes, launch, modules          which stages are where
+    processes, launch, modules          which stages are where, and the exchange between ranks
+    calls                               what a rank does, and the calls that all ranks make
+    sums                                sums over sets of stages
     compression, shapes                 what travels
 
 Several processes also load::
 
-    world, watch                        the exchange between ranks, and their errors
-    post, channel                       the mailbox of several processes, and the messages that are pushed between two
+    watch                               the first error of any rank, told to all
+    post, connections, channel          the mailbox of several processes, and the messages that are pushed between two
     replicas                            the sums of gradients
 """
 

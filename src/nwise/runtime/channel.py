@@ -152,8 +152,8 @@ class Channel:
         self.addresses = (host, near, f"tcp://{brackets}:{port}")
         self._broken = self._outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._sent = self._received = 0  # numbers of messages
-        self._taken = 0  # messages that a task has read, and their bytes since the other end was told
-        self._owed = 0
+        self._taken = 0  # messages that a task has read
+        self._owed = 0  # their bytes, since the other end was told
         # Messages known to be taken; the bytes of each that is not, with what has to live until then.
         self._known = 0
         self._ahead = deque[tuple[int, Any]]()
@@ -363,7 +363,7 @@ def _socket(kind: int, token: bytes) -> zmq.Socket[bytes]:
     made.linger = 0
     made.set_hwm(0)
     if secret := os.environ.get("NWISE_SECRET"):
-        # Every rank derives both keys from the secret. Without it, nobody has even the public key.
+        # Every rank derives both keys from the secret. A process without the secret has neither.
         key = z85.encode(hashlib.sha256(secret.encode() + token).digest())
         made.curve_secretkey = key
         made.curve_publickey = zmq.curve_public(key)
@@ -389,7 +389,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 def _padded(tensor: Tensor) -> bytes:
-    raw: bytes = _bytes(tensor).tobytes() if tensor.numel() else b""
+    raw = bytes(_bytes(tensor))
     return raw + bytes(_gap(len(raw)))
 
 

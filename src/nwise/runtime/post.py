@@ -173,7 +173,7 @@ class Post(Mailbox):
     def forget(self) -> None:
         # Messages of these mini-batches may still be on their way. All ranks forget them at the same call.
         super().forget()
-        self._epoch = self._epoch + 1
+        self._epoch += 1
         self._last = None
         for channel in (self._channels or {}).values():
             channel.drop(self._epoch)

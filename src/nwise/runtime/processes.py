@@ -36,9 +36,10 @@ from nwise.runtime.calls import Calls, RankError, Status
 from nwise.runtime.compression import Codec
 from nwise.runtime.launch import check_same, default_store, exchange, launched, make_mesh, start, time_limit
 from nwise.runtime.mailbox import Mailbox
+from nwise.runtime.shapes import make_specs, spec_names
 from nwise.schedule.placement import Placement, make_placement
 from nwise.stage.stage import Stage
-from nwise.tensors import Tensors, names, with_names
+from nwise.tensors import Tensors, with_names
 
 if TYPE_CHECKING:
     from nwise.runtime.connections import Channels
@@ -266,21 +267,19 @@ class Processes:
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Send tensors of any shapes, with their names if they have some, to another process, which calls `receive`."""
         with self.telling():
-            dist.send_object_list([[(t.shape, t.dtype) for t in tensors], names(tensors)], rank, group=self.control)
-            for tensor in tensors:
-                if tensor.numel():
-                    dist.send(tensor.detach().cpu().contiguous(), rank, group=self.control)
+            dist.send_object_list([make_specs(tensors)], rank, group=self.control)
+            for tensor in filter(Tensor.numel, tensors):
+                dist.send(tensor.detach().cpu().contiguous(), rank, group=self.control)
 
     def receive(self, rank: int) -> Tensors:
         """Receive the tensors that another process sends, on the CPU."""
-        header: list[Any] = [(), ()]
+        header: list[Any] = [()]
         with self.telling():
             dist.recv_object_list(header, rank, group=self.control)
-            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in header[0]]
-            for tensor in tensors:
-                if tensor.numel():
-                    dist.recv(tensor, rank, group=self.control)
-        return with_names(tensors, header[1])
+            tensors = [spec.empty(torch.device("cpu")) for spec in header[0]]
+            for tensor in filter(Tensor.numel, tensors):
+                dist.recv(tensor, rank, group=self.control)
+        return with_names(tensors, spec_names(header[0]))
 
     def mailbox(self, stages: Mapping[int, Stage], codec: Codec, device: torch.device) -> Mailbox:
         """Return what carries results between this process's stages, and from and to those of other processes.
@@ -304,7 +303,7 @@ class Processes:
 
     def announce(self, name: str, batch: object = "") -> None:
         """Announce a call that all ranks make; end all soon if another rank makes another one (`nwise.runtime.watch`)."""
-        if self.size > 1 and self.watch:
+        if self.size > 1 and self.watch:  # which refuses a copy
             self._note(name, batch)
 
     def _note(self, name: str, batch: object = "") -> None:

@@ -115,7 +115,7 @@ class LearningRate:
         """Set the rate after an evaluation of the last head."""
         self._best, self._bad = (loss, 0) if loss < self._best else (self._best, self._bad + 1)
         if self._bad == self._patience:
-            self._drops = self._drops + 1
+            self._drops += 1
             self._bad = 0
             self._set(self._step)
 
