@@ -32,33 +32,34 @@ def network() -> GPT2LMHeadModel:
     return model
 
 
-def batch(lines: list[str], step: int, size: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, mask of those that are not padding, and the tokens that follow; a function of the step."""
+def batch(lines: list[str], step: int, size: int = 16) -> tuple[dict[str, Tensor], Tensor]:
+    """Tokens with a mask of those that are not padding, and the tokens that follow; a function of the step."""
     chosen = [lines[i] for i in batch_indices(len(lines), size, seed=0, step=step).tolist()]
     coded = [Bytes().encode(line)[: LENGTH + 1] for line in chosen]
     tokens, mask = torch.zeros(size, LENGTH + 1, dtype=torch.long), torch.zeros(size, LENGTH + 1, dtype=torch.long)
     for i, line in enumerate(coded):
         tokens[i, : len(line)], mask[i, : len(line)] = torch.tensor(line), 1
     target = tokens[:, 1:].masked_fill(mask[:, 1:] == 0, -100)  # padding does not count
-    return tokens[:, :-1], mask[:, :-1], target
+    return {"input_ids": tokens[:, :-1], "attention_mask": mask[:, :-1]}, target
 
 
 def main(folder: Path = Path("runs/gpt2"), steps: int = 60) -> list[float]:
     """Train on Python's own source, save the network, and return the losses of the last stage."""
     torch.manual_seed(0)
     model = network()
-    stages = nwise.split(model, at=["transformer.h.2", "transformer.h.4", "transformer.h.6"])  # or at=4
+    lines = [line for line in embedded_text()[0][0].splitlines() if len(line) > 20]
+    example, _ = batch(lines, step=0, size=2)
+    stages = nwise.split(model, ["transformer.h.2", "transformer.h.4", "transformer.h.6"], example)  # or at=4
     heads = nwise.heads.copied(stages, blocks=1)  # the last block, final norm and output matrix, for every other stage
     pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(), "2-wise-mean", num_microbatches=2)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
     checkpoints = Checkpoints(folder / "checkpoints", pipe, optimizer)
     checkpoints.resume()
 
-    lines = [line for line in embedded_text()[0][0].splitlines() if len(line) > 20]
     history = []
     for step in range(pipe.steps, steps):
-        tokens, mask, target = batch(lines, step)
-        losses = pipe.step(tokens, mask, target=target)
+        inputs, target = batch(lines, step)
+        losses = pipe.step(inputs, target=target)
         optimizer.step()
         optimizer.zero_grad()
         history.append(losses[-1].item())

@@ -46,7 +46,8 @@ def main(folder: Path = Path("runs/hf_trainer"), *, resume: bool = False, **opti
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
     nwise.untie(model := GPT2LMHeadModel(config))
-    heads = nwise.heads.copied(stages := nwise.split(model, at=4))
+    stages = nwise.split(model, at=4, example={"input_ids": torch.arange(16).expand(2, -1)})
+    heads = nwise.heads.copied(stages)
     pipe = nwise.Pipeline(stages, heads, nwise.losses.TokenCrossEntropy(), "2-wise", num_microbatches=2, seed=0)
     counts = [{"input_ids": (x := (torch.arange(16) + 5 * i) % 64), "labels": x} for i in range(64)]
     arguments = TrainingArguments(str(folder), learning_rate=1e-2, report_to=[], **{"max_steps": 40, **options})

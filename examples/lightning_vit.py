@@ -45,7 +45,7 @@ def main(**options: Any) -> float:
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, image_size=8, patch_size=4
     )
-    stages = nwise.split(ViTForImageClassification(config), at=4)
+    stages = nwise.split(ViTForImageClassification(config), at=4, example=torch.zeros(2, 3, 8, 8))
     heads = nwise.heads.copied(stages)
     pipe = nwise.Pipeline(stages, heads, torch.nn.functional.cross_entropy, "2-wise", seed=0)
     y = torch.arange(512) % 2

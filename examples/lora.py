@@ -30,7 +30,7 @@ def main(folder: Path = Path("runs/lora"), steps: int = 40) -> list[float]:
     plan = nwise.plan(
         network, x, y, devices=None if launched() else 3, heads=nwise.heads.copied, loss_fn=TokenCrossEntropy()
     )
-    stages = nwise.split(network, at=plan.at)
+    stages = nwise.split(network, at=plan.at, example=x)
     heads = nwise.heads.copied(stages)  # copies of the final norm and the frozen output matrix
     pipe = nwise.Pipeline(stages, heads, TokenCrossEntropy(), "2-wise", placement=plan, seed=0)
     optimizer = torch.optim.AdamW((p for p in pipe.parameters() if p.requires_grad), 2e-2)

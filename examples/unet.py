@@ -1,14 +1,12 @@
-"""Skips past a stage: a U-Net that removes noise, with dictionaries between its stages.
+"""Skips past a stage: a U-Net that removes noise, cut through its own forward.
 
-What a later stage reads travels through the stages between, under a name. The entries of a dictionary are the
-keyword arguments of the next stage::
+What a later stage reads travels through the stages between, under a name; `nwise.split` finds it::
 
-    x -> Down -> hidden ----> Middle -> hidden ----> Up -> output
-            `--> full ------------------- full ------^
+    x -> down -> hidden ----> middle -> hidden ----> up -> output
+      `--------- x -------------------- x -----------^
          stage 0              stage 1                stage 2
 
-In ``2-wise``, the last loss trains `Middle` and `Up`: its gradient through ``full`` does not reach `Down`, which
-the head of `Middle` trains.
+In ``2-wise``, the last loss trains `middle` and `up`, and the head of `middle` trains `down`.
 
     python examples/unet.py
 """
@@ -23,43 +21,24 @@ import nwise
 from nwise.app.data import batch_indices, digits
 
 
-class Down(nn.Module):
-    """Half the width, and what the way up reads."""
+class UNet(nn.Module):
+    """Half the width, a layer of its own, and the full width again, from both."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(width, width // 2)
+        self.down = nn.Linear(width, width // 2)
+        self.middle = nn.Linear(width // 2, width // 2)
+        self.up = nn.Linear(width // 2 + width, width)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"hidden": torch.tanh(self.layer(x)), "full": x}
-
-
-class Middle(nn.Module):
-    """A layer of its own; `full` passes through."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, hidden: Tensor, full: Tensor) -> dict[str, Tensor]:
-        return {"hidden": torch.tanh(self.layer(hidden)), "full": full}
-
-
-class Up(nn.Module):
-    """The full width again, from both."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width // 2 + width, width)
-
-    def forward(self, hidden: Tensor, full: Tensor) -> Tensor:
-        output: Tensor = self.layer(torch.cat([hidden, full], -1))
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.down(x))))
+        output: Tensor = self.up(torch.cat([hidden, x], -1))
         return output
 
 
-def build(width: int = 64, strategy: str = "2-wise") -> nwise.Pipeline:
-    """Three stages; the heads look at ``hidden`` and ignore ``full``."""
-    stages = [Down(width), Middle(width // 2), Up(width)]
+def build(network: nn.Module, width: int, strategy: str = "2-wise") -> nwise.Pipeline:
+    """Three stages; the heads look at ``hidden`` and ignore the input, which travels with it."""
+    stages = nwise.split(network, at=["middle", "up"], example=torch.zeros(2, width))
     heads = [nwise.heads.OnFirstOutput(nn.Linear(width // 2, width)) for _ in range(2)]
     return nwise.Pipeline(stages, heads, functional.mse_loss, strategy, seed=0)
 
@@ -67,7 +46,7 @@ def build(width: int = 64, strategy: str = "2-wise") -> nwise.Pipeline:
 def main(steps: int = 300) -> tuple[float, float]:
     """Train on noisy digits; return the mean squared errors of noisy and of cleaned test digits."""
     train, test = digits()
-    generator, pipe = torch.Generator().manual_seed(0), build()
+    generator, pipe = torch.Generator().manual_seed(0), build(UNet(64), 64)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     for step in range(steps):
         x, _ = train.batch(batch_indices(len(train), 64, seed=0, step=step))

@@ -218,10 +218,10 @@ def test_manual_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert max(words["findings.md"], words["frontier.md"]) <= 1200
-    assert sum(count for page, count in words.items() if page != "choices.md") <= _WORDS
+    assert sum(count for page, count in words.items() if page not in ("choices.md", "cut.md")) <= _WORDS
 
 
-_WORDS = 17_400  # in docs/, without the API, which the build fills
+_WORDS = 17_400  # in docs/, without the API, which the build fills, and a list that a test writes
 
 
 def test_pictures_of_the_manual_are_up_to_date() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,9 @@ def test_invalid_loss_fn_raises(loss: object, message: str) -> None:
 
 
 def test_split_suggests_close_module_names() -> None:
-    model = nn.ModuleDict({"embed": nn.Linear(2, 2), "blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
+    model = nn.Sequential(
+        OrderedDict(embed=nn.Linear(2, 2), blocks=nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+    )
     with pytest.raises(ValueError, match="Found 'block.1'. Did you mean 'blocks.1'"):
         nwise.split(model, at=["block.1"])
     with pytest.raises(ValueError, match="Found '2'. Did you mean 'blocks.2'"):

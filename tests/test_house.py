@@ -90,14 +90,14 @@ BUDGETS = {
     "program": 469,
     "capturing": 311,
     "checkpoint": 943,
-    "network": 981,
-    "planning": 1_594,
+    "network": 889,
+    "planning": 1_592,
     "training": 509,
     "app": 4_705,
     "the core": 7_409,
-    "the library": 12_271,
+    "the library": 12_174,
     "import nwise.pipeline: files": 57,
-    "import nwise.pipeline: lines": 8_940,
+    "import nwise.pipeline: lines": 8_936,
     "warm step: calls": 300,
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import architectures
+import cutting
 import nwise
 from nwise.app.recipes import Adam, Sgd, recipe
 from nwise.app.training import Callback, Trainer
@@ -128,7 +128,7 @@ class Attention(nn.Module):
 def of_transformers(name: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         pytest.importorskip("transformers", reason="needs the extra 'hf'")
-        model = architectures.tiny(name)
+        model = cutting.tiny(name)
         (first, *_) = (m for n, m in model.named_modules() if re.search(r"(layers|h)\.0$", n))
         assert isinstance(first, nn.Module)
         return first

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from architectures import tiny
+from cutting import tiny
 from launch import results
 from nwise.flow import flows_for
 from nwise.planning import prepare, source
@@ -301,10 +301,9 @@ def test_names_of_a_hugging_face_network_are_those_of_split() -> None:
     """Regression: the first layer of a list was named by its parent, which only plain networks allow."""
     pytest.importorskip("transformers")
     model = tiny("ResNetForImageClassification")
-    made = nwise.plan(
-        model, torch.randn(4, 3, 16, 16), torch.arange(4) % 3, devices=4, microbatches=1, rounds=1, report=None
-    )
-    assert len(nwise.split(model, at=made.at)) == 4
+    images = torch.randn(4, 3, 16, 16)
+    made = nwise.plan(model, images, torch.arange(4) % 3, devices=4, microbatches=1, rounds=1, report=None)
+    assert len(nwise.split(model, made.at, images)) == 4
 
 
 def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
@@ -445,7 +444,7 @@ def test_plan_of_named_inputs() -> None:
         rounds=1,
         report=None,
     )
-    stages = nwise.split(model, at=made.at)
+    stages = nwise.split(model, made.at, batch)
     pipe = nwise.Pipeline(stages, nwise.heads.copied(stages), nwise.losses.TokenCrossEntropy(), placement=made)
     assert not pipe.step(batch, target=tokens).isnan()[-1]
     assert 0 < made.schedule.peak_bytes[0] < 1e9

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nwise
-from architectures import tiny
+from cutting import tiny
 from nwise.program.arguments import Sharing
 from nwise.runtime.modules import RemoteModule
 from nwise.training.clip import Clip, ClipBy
@@ -109,7 +109,7 @@ def test_generation_with_an_early_exit_gives_the_same_tokens(tmp_path: Path) -> 
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = tiny("LlamaForCausalLM", num_hidden_layers=4, max_position_embeddings=32, eos_token_id=None)
-    stages = nwise.split(model, at=4)
+    stages = nwise.split(model, at=4, example=torch.zeros(2, 6, dtype=torch.long))
     loss = nwise.losses.TokenCrossEntropy()
     pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), loss, "deep-supervision")
     update = torch.optim.Adam(pipe.parameters(), lr=1e-2)

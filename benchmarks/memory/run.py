@@ -182,7 +182,7 @@ WRAPPERS: dict[str, type[nn.Module]] = {"recompute blocks": Recomputed, "offload
 def wrap(stage: Chain, remedy: str) -> Chain:
     """Return a stage with every block wrapped."""
     wrapper = WRAPPERS[remedy]
-    return stage.like({name: wrapper(block) for name, block in stage.pieces().items()})
+    return Chain({name: wrapper(block) for name, block in stage.pieces().items()})
 
 
 def profiles(

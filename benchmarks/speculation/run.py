@@ -80,7 +80,7 @@ def train(steps: int = 900, batch_size: int = 8, lr: float = 1e-3, threads: int 
         if (folder / "config.json").exists():
             continue
         model = new_model()
-        stages = nwise.split(model, at=[f"model.layers.{k}" for k in range(1, LAYERS)])
+        stages = nwise.split(model, at=LAYERS, example=tokens[None, :64].expand(2, -1))
         pipe = nwise.Pipeline(stages, nwise.heads.shared(stages), nwise.losses.TokenCrossEntropy(), strategy, seed=0)
         update = torch.optim.AdamW(pipe.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
         numbers = torch.Generator().manual_seed(0)

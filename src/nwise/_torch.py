@@ -19,6 +19,8 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     compiler_settings    _functorch.config                          none
     tracer_settings      _dynamo.config                             options of `torch.compile`, since torch 2.13
     TorchDispatchMode    utils._python_dispatch                     none
+    pytree               utils._pytree                              none, and transformers registers its outputs there
+    hide_buffers         Module._non_persistent_buffers_set         none for a buffer that is registered already
     memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
 `Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files.
@@ -39,7 +41,10 @@ from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.profiler import profile
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
+
+pytree = _pytree  # nests of tuples, lists, dictionaries, and what others register
 
 # The whole test suite was run with both, and with 2.13; `pyproject.toml` has the same bounds.
 OLDEST = (2, 11)
@@ -154,6 +159,12 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
 def share_hooks(module: nn.Module, other: nn.Module) -> None:
     """Let another module have a module's hooks."""
     vars(other).update({name: value for name, value in vars(module).items() if "hook" in name})
+
+
+def hide_buffers(module: nn.Module) -> None:
+    """Leave the buffers of a module, and of those inside it, out of its state dict."""
+    for part in module.modules():
+        part._non_persistent_buffers_set.update(part._buffers)
 
 
 def is_compiled(module: nn.Module) -> bool:

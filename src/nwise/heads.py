@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from nwise.checks import check_at_least
 from nwise.modes import evaluating
-from nwise.network.chain import Chain, join, repeated_blocks
+from nwise.network.chain import Chain, most_common
 from nwise.network.layers import Norm, TransformerBlock, conv_norm_relu, vocabulary
+from nwise.network.section import Section, StageModule, tail
 from nwise.tensors import Input, Named, Tensors, as_tuple, main_tensor, run_module
 
 __all__ = [
@@ -109,7 +110,7 @@ class PooledTokens(nn.Module):
 pooled_tokens = PooledTokens  # the builders of heads have names of functions
 
 
-def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
+def copied(stages: Sequence[StageModule], blocks: int = 0) -> list[StageModule]:
     """Make heads that copy the end of the network: its last `blocks` blocks and everything behind them.
 
     With ``blocks=2`` these are the heads of the paper's language models (section 4.3: two Transformer blocks and a
@@ -130,14 +131,10 @@ def copied(stages: Sequence[Chain], blocks: int = 0) -> list[Chain]:
     >>> [list(head.pieces()) for head in copied(split(network, at=3), blocks=1)]
     [['3', '4'], ['3', '4']]
     """
-    end = _end(stages, blocks)
-    # The copies of a Hugging Face network follow its configuration, as the masks that their head makes do.
-    config = getattr(stages[-1], "config", None)
-    copies = [{name: copy.deepcopy(piece, {id(config): config}) for name, piece in end.items()} for _ in stages[:-1]]
-    return [stages[-1].like(pieces) for pieces in copies]
+    return [copy.deepcopy(_end(stages, blocks)) for _ in stages[:-1]]
 
 
-def shared(stages: Sequence[Chain]) -> list[Chain]:
+def shared(stages: Sequence[StageModule]) -> list[StageModule]:
     """Make heads that *are* the end of the network, such as its last norm and vocabulary matrix: one head for all losses.
 
     Its gradient is the sum over the losses that run. It runs in one process. A trained network needs nothing else to exit
@@ -157,18 +154,18 @@ def shared(stages: Sequence[Chain]) -> list[Chain]:
     >>> shared(stages)[0].pieces()["4"] is stages[1].pieces()["4"]
     True
     """
-    end = _end(stages, 0)
-    return [stages[-1].like(end) for _ in stages[:-1]]
+    return [_end(stages, 0) for _ in stages[:-1]]
 
 
-def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
-    """Return the last blocks of a network and everything behind them, by name."""
-    if not all(isinstance(stage, Chain) for stage in stages):
+def _end(stages: Sequence[StageModule], blocks: int) -> StageModule:
+    """Return the last blocks of a network and everything behind them, as a module of the stages' own modules."""
+    cut = [stage for stage in stages if isinstance(stage, Section)]
+    if not all(isinstance(stage, Chain | Section) for stage in stages) or len(cut) not in (0, len(stages)):
         kinds = ", ".join(type(stage).__name__ for stage in stages)
-        raise TypeError(f"`stages` should be `nwise.Chain`s, as from `nwise.split`. Found {kinds}; call `split` first.")
-    pieces = join(stages).pieces()
+        raise TypeError(f"`stages` should be those that `nwise.split` returned. Found {kinds}; call `split` first.")
+    pieces = {name: piece for stage in stages for name, piece in stage.pieces().items()}
     names = list(pieces)
-    repeated = repeated_blocks(pieces)
+    repeated = most_common(pieces)
     if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= len(repeated):
         raise ValueError(
             f"`blocks` should be an integer from 0 to the network's {len(repeated)} blocks. Found {blocks!r}."
@@ -177,13 +174,12 @@ def _end(stages: Sequence[Chain], blocks: int) -> dict[str, nn.Module]:
     #                                         |--- blocks=0 ---|
     #                                 |------- blocks=1 -------|
     first = names.index(repeated[-blocks]) if blocks else names.index(repeated[-1]) + 1
-    end = {name: pieces[name] for name in names[first:]}
-    if not end:
+    if first == len(names):
         raise ValueError(
             f"The network should end in a module behind its last block, {repeated[-1]!r}, to copy. Found none; copy that block "
             "too (`blocks=1`), or use `heads.fitting`."
         )
-    return end
+    return tail(cut, names[first]) if cut else Chain({name: pieces[name] for name in names[first:]})
 
 
 class OnFirstOutput(nn.Sequential):

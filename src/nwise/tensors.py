@@ -25,7 +25,6 @@ T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Input = Tensor | Mapping[str, Tensor]
 HIDDEN = "hidden"  # the entry of a dictionary at which heads look (`OnFirstOutput`)
-HIDDEN_STATES = "hidden_states"  # that between stages of a Hugging Face network, if inputs have names
 
 
 class Named(tuple[Tensor, ...]):
@@ -125,7 +124,7 @@ def values_of(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], None],
 def put(x: Tensor, value: Tensor) -> None:
     """Give a tensor the values of another one, without a new version for autograd."""
     # An expanded tensor refuses a copy. As it cannot be written to in place either, it has its values already.
-    if x.layout is not torch.strided or x.is_meta or not torch.equal(x, value):
+    if x.layout is not torch.strided or 0 not in x.stride():
         x.data.copy_(value)
 
 
@@ -238,9 +237,8 @@ def address(tensor: Tensor | None) -> int | None:
 def main_tensor(tensors: Tensors) -> Tensor:
     """Return the tensor that a head looks at: the first; of named ones the hidden state, or the first floating-point one."""
     known = dict(zip(names(tensors), tensors, strict=False))
-    hidden = next((known[name] for name in (HIDDEN, HIDDEN_STATES) if name in known), None)
     floating = (x for x in tensors if x.is_floating_point())
-    return hidden if hidden is not None else next(floating, tensors[0]) if known else tensors[0]
+    return known.get(HIDDEN, next(floating, tensors[0])) if known else tensors[0]
 
 
 def as_argument(tensors: Tensors) -> Tensor | Tensors | dict[str, Tensor]:

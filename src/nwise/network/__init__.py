@@ -1,4 +1,4 @@
-"""Networks in stages: `split` for any network, chains of named pieces, values carried past stages, Hugging Face."""
+"""Networks in stages: `split` for any network, chains of named modules, layers."""
 
 from functools import partial
 

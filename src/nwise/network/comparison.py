@@ -1,94 +1,112 @@
-"""Comparison of stages with the network that they were cut from, on an example: outputs, and gradients of parameters."""
+"""Comparison of stages with the network that they were cut from, once, on an example in training mode."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from nwise.modes import evaluating, training
-from nwise.randomness import random_states, restoring, seeded
-from nwise.tensors import Tensors, as_tuple, each, invoke, names, values_of
+from nwise._torch import pytree
+from nwise.differences import differences
+from nwise.modes import training
+from nwise.randomness import preserved, random_states, restoring
+from nwise.tensors import Tensors, as_tuple, each, invoke, values_of
 
 
 def refuse_difference(
-    rule: str, model: nn.Module, run: Callable[[nn.Module, Tensors], Any], stages: Sequence[nn.Module], example: Tensors
+    model: nn.Module, whole: Callable[[], Any], stages: Sequence[nn.Module], example: Tensors, device: torch.device
 ) -> None:
-    """Raise ValueError unless stages compute what the model does, in eval mode and, with one seed, in training mode.
+    """Raise ValueError unless the stages compute what the network does: outputs, gradients of parameters, and buffers.
 
-    In training mode their parameters also get the model's gradients: a `detach` between two pieces shows nowhere else.
-
-    `rule` is the first sentence of an error, and `run` calls the model with the example.
+    Args:
+        model: the network.
+        whole: function that runs it on the example, and returns what the last stage should.
+        stages: the stages.
+        example: the inputs of the first stage.
+        device: device of the network, whose generator is restored afterwards.
     """
 
-    # Eval mode compares without gradients and without chance; training mode adds both.
-    shared = {p for stage in stages for p in stage.parameters() if p.requires_grad}
-    named = {name: p for name, p in model.named_parameters() if p in shared}
+    def in_stages() -> Any:
+        message = each(example, torch.clone)
+        for k, stage in enumerate(stages):
+            with _seeding(k, {*stage.modules()}, {*message}):
+                output = invoke(stage, message)
+            if k + 1 < len(stages):
+                message = as_tuple(output, f"The output of stage {k}")
+        return output
 
-    def output(
-        chain: Sequence[nn.Module], run: Callable[[nn.Module, Tensors], Any], what: str
-    ) -> tuple[Tensors, list[Tensor]]:
-        hidden = each(example, torch.clone)
-        with _repeatable(model, example):
-            for module in chain:
-                hidden = as_tuple(run(module, hidden), what)
-            return hidden, _gradients(hidden, [*named.values()]) if torch.is_grad_enabled() else []
+    def at_once() -> Any:
+        with _seeding(0, set(), set()):
+            return whole()
 
-    for mode, where in ((evaluating, ""), (training, " in training mode")):
-        expected = None
-        with mode(model, *stages), torch.set_grad_enabled(mode is training):
+    with training(model, *stages), torch.enable_grad():
+        buffers = list(dict.fromkeys(b for module in (model, *stages) for b in module.buffers()))
+        with preserved(device), restoring([*random_states(), *values_of(buffers)]):
+            expected = _results(model, at_once)
+        with preserved(device), restoring([*random_states(), *values_of(buffers)]):
             try:
-                expected = output([model], run, "The output of `model`")
-                found = output(stages, invoke, "The output of a stage")
-            except Exception as error:
-                if mode is training and expected is None:  # such as batch norm of one sample: nothing to compare with
-                    return
-                advice = (
-                    " Give the example by position, unless the first piece has these names." if names(example) else ""
-                )
-                reason = str(error).rstrip(".")
-                raise ValueError(f"{rule} Found that they cannot{where}: {reason}.{advice}") from error
-        try:
-            torch.testing.assert_close(found[0], expected[0], equal_nan=True)  # up to the rounding of their dtype
-        except AssertionError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{rule} Found another output for `example`{where}: {reason}") from error
-        if mode is training and (other := _other(named, found[1], expected[1])):
-            raise ValueError(
-                f"{rule} Found another gradient of {other!r} for `example`: the model detaches, scales or hooks a value between "
-                "two modules; do so in a module, and name it in `at`."
-            )
-
-
-def _gradients(outputs: Tensors, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of a sum of outputs; zeros where there are none."""
-    # Weighted, because a plain sum has no gradient behind a softmax or a norm: cos(0), cos(1), ... no symmetry cancels.
-    roots = [y for y in outputs if y.requires_grad]
-    weights = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in roots]
-    none: list[Tensor | None] = [None] * len(parameters)
-    found = torch.autograd.grad(roots, parameters, weights, allow_unused=True) if roots and parameters else none
-    return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
-
-
-def _other(named: Mapping[str, Tensor], found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
-    """Return the name of a parameter whose gradients differ by more than rounding; nothing if all agree."""
-    # Against the whole norm: a gradient that is small beside the others may consist of rounding.
-    eps = max((torch.finfo(p.dtype).eps for p in named.values()), default=0.0)
-    bound = eps**0.5 * math.hypot(*(float(g.norm()) for g in expected))
-    pairs = zip(named, found, expected, strict=True)
-    return next((name for name, a, b in pairs if float((a - b).norm()) > bound), "")
+                found = _results(model, in_stages)
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+                raise ValueError(
+                    "The stages should run on `example` as the network does. Found that they cannot; cut elsewhere, or write the "
+                    f"stages yourself. {type(error).__name__}: {error}"
+                ) from error
+    # Values that are not finite are equal to all others for `differences`, so where they stand is compared as well.
+    finite = [{f"{name}, finite or not,": x.isfinite() for name, x in one.items()} for one in (found, expected)]
+    if apart := differences(found, expected) or differences(*finite):
+        raise ValueError(
+            f"The stages should compute what the network does on `example` in training mode. Found another {apart[0]}; cut "
+            "elsewhere, or write the stages yourself."
+        )
 
 
 @contextmanager
-def _repeatable(model: nn.Module, example: Tensors) -> Iterator[None]:
-    """Run the body with random numbers of one seed, then restore the generators and the model's buffers."""
-    with restoring(random_states()), restoring(values_of(model.buffers())):
-        random.seed(0), np.random.seed(0)  # noqa: NPY002 - networks draw from it, too
-        with seeded(0, example[0].device):
-            yield
+def _seeding(stage: int, own: set[nn.Module], received: set[Tensor]) -> Iterator[None]:
+    """Seed all generators around every module, so random numbers do not depend on which modules ran before.
+
+    What the network's own code draws before a stage's modules has another seed in every stage, as in a step. So a value that is
+    drawn once and used in two stages shows.
+
+    Args:
+        stage: number of the stage.
+        own: modules of the stage.
+        received: what the stage received.
+    """
+
+    def seed(module: nn.Module | None = None, inputs: object = None, output: object = None) -> None:
+        same = module in own or any(x in received for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+        number = 0 if same else stage
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002 - networks draw from it, too
+
+    hooks = [register_module_forward_pre_hook(seed), register_module_forward_hook(seed)]
+    try:
+        seed()
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _results(model: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Run the network or its stages, and return outputs, gradients and buffers by name."""
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    paths, _ = pytree.tree_flatten_with_path(run())
+    outputs = {f"output{pytree.keystr(path)}": x for path, x in paths if isinstance(x, Tensor)}
+    # Weighted, because a plain sum has no gradient behind a softmax or a norm: cos(0), cos(1), ... no symmetry cancels.
+    roots = [x for x in outputs.values() if x.requires_grad]
+    weights = [torch.arange(x.numel(), device=x.device).cos().to(x.dtype).view(x.shape) for x in roots]
+    grads = torch.autograd.grad(roots, list(learned.values()), weights, allow_unused=True) if roots and learned else ()
+    named = zip(learned, grads, strict=False)
+    return {
+        **{name: x.detach() for name, x in outputs.items()},
+        **{f"gradient of {name!r}": g.detach().to_dense() for name, g in named if g is not None},
+        **{f"buffer {name!r}": x.clone() for name, x in model.named_buffers()},
+    }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
-
-from nwise.network.huggingface import is_hugging_face
 
 
 def untie(model: nn.Module) -> list[str]:
@@ -31,8 +30,9 @@ def untie(model: nn.Module) -> list[str]:
     new: list[str] = []
     _copy_second_places(model, "", set(), new)
     for part in model.modules():
-        if new and is_hugging_face(part):
-            part.config.tie_word_embeddings = False  # type: ignore[union-attr]
+        config: Any = getattr(part, "config", None)
+        if new and hasattr(config, "tie_word_embeddings"):  # of transformers
+            config.tie_word_embeddings = False
             setattr(part, "all_tied_weights_keys", {})  # noqa: B010 - the names that save_pretrained omits
     return new
 

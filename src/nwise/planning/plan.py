@@ -9,6 +9,7 @@ from typing import Any
 
 from nwise.flow import flows_for
 from nwise.network.chain import Chain
+from nwise.network.section import Section
 from nwise.planning.devices import Device, limits
 from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile
@@ -132,7 +133,7 @@ class Plan:
 
     def check_stages(self, stages: Sequence[object]) -> None:
         """Raise ValueError unless the stages are those of the plan, as far as their modules have names."""
-        begins = [next(iter(stage.pieces())) for stage in stages if isinstance(stage, Chain)]
+        begins = [next(iter(stage.pieces())) for stage in stages if isinstance(stage, Chain | Section)]
         count = len(self.placement)
         if len(stages) != count or (len(begins) == count and tuple(begins[1:]) != self.at):
             cut = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
 
@@ -43,7 +43,6 @@ class _Options(TypedDict, total=False):
     microbatches: int | Sequence[int] | None
     latency: float | None
     bandwidth: float
-    before: Mapping[str, Callable[..., Any]] | None
     rounds: int
     report: Callable[[str], object] | None
 
@@ -84,7 +83,6 @@ def plan(
     microbatches: int | Sequence[int] | None = None,
     latency: float | None = None,
     bandwidth: float = float("inf"),
-    before: Mapping[str, Callable[..., Any]] | None = None,
     rounds: int = 3,
     report: Callable[[str], object] | None = print,
 ) -> Plan | Plans:
@@ -115,7 +113,6 @@ def plan(
         latency: seconds of every message, or in the unit of the costs; default: that of the costs, or measured between the
             processes of ``torchrun``, else 0.
         bandwidth: bytes a second of every link, or in the unit of the costs; default: that of the costs, else no limit.
-        before: functions between the modules, as for `nwise.split`; default: none.
         rounds: number of measurements, of which the medians count; default: 3.
         report: function that gets the plan as a text, and, from a pipeline on these devices, times after the first steps;
             None for silence. Default: print, in the first process only.
@@ -164,7 +161,7 @@ def plan(
         module = uncompiled(model)
         ms = numbers_to_try(microbatches, batch_size(inputs, targets), [module])
         with preserved(inputs[0].device), torch.inference_mode(False), torch.enable_grad():
-            network = network_in_pieces(module, inputs, targets, heads, loss_fn, optimizer, before)
+            network = network_in_pieces(module, inputs, targets, heads, loss_fn, optimizer)
             check_enough(list(network.pieces), num_stages)
             same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages}
             source = measure(network, known, latency, links, ms, same, rounds, progress_bar("measuring", shown=shown))

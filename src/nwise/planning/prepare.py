@@ -6,7 +6,7 @@ import copy
 import itertools
 import statistics
 import timeit
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nwise._torch import versions
 from nwise.checks import check_optimizer
-from nwise.network.chain import Chain
+from nwise.network.section import StageModule
 from nwise.network.splitting import cut_points, split
 from nwise.planning.profiling import Network, Profile
 from nwise.runtime.launch import check_same, default_store, exchange, start
@@ -24,7 +24,7 @@ from nwise.schedule.costs import Costs
 from nwise.stage.stage import LossFn
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
 
-Heads = Callable[[list[Chain]], Sequence[nn.Module | None]]
+Heads = Callable[[list[StageModule]], Sequence[nn.Module | None]]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _SAME = 0.15  # share by which times may differ on equal devices
@@ -64,7 +64,6 @@ def network_in_pieces(
     heads: Heads | None,
     loss_fn: LossFn,
     optimizer: Optimizers | None,
-    before: Mapping[str, Callable[..., Any]] | None,
 ) -> Network:
     """Return a copy of a network in its smallest pieces, each with its head.
 
@@ -74,10 +73,11 @@ def network_in_pieces(
     device = next((p.device for p in model.parameters()), example[0].device)
     some = each(example, lambda x: x[:2].to(device))
     own = copy.deepcopy(model).train()
-    at = _independent(split(own, cut_points(own, before), example=some, before=before), some)
-    stages = split(own, at, example=some, before=before)
-    given = None if heads is None else heads(stages)
-    modules = [None] * (len(stages) - 1) if given is None else _checked_heads(given, len(stages))
+    given = as_argument(some)
+    at = _independent(split(own, cut_points(own, given), given, check=False), some)
+    stages = split(own, at, given)
+    made = None if heads is None else heads(stages)
+    modules = [None] * (len(stages) - 1) if made is None else _checked_heads(made, len(stages))
 
     def batch(count: int) -> tuple[Tensors, Any]:
         inputs = each(example, lambda x: x[:count].to(device))
@@ -96,7 +96,7 @@ def network_in_pieces(
     )
 
 
-def _independent(stages: Sequence[Chain], inputs: Tensors) -> list[str]:
+def _independent(stages: Sequence[StageModule], inputs: Tensors) -> list[str]:
     """Return the names of the pieces that do not change their inputs in place, so a stage may begin with them.
 
     A piece that hands its input on, such as an identity, may be followed by one that changes it; so they are tried together.

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from nwise.network.chain import Chain
-from nwise.network.huggingface import is_hugging_face
 from nwise.network.splitting import even_starts
 from nwise.planning.devices import Device, limits
 from nwise.planning.partitions import Piece, pieces_of
@@ -76,7 +75,7 @@ class Source:
         pieces = self.pieces(num_stages)
         names = _names(pieces)
         try:
-            begins = even_starts(self.model, num_stages)
+            begins = even_starts(self.model, num_stages, names)
         except ValueError:  # fewer blocks than stages
             return nan
         places = [
@@ -153,7 +152,7 @@ def _short(model: nn.Module, pieces: Sequence[str], at: Sequence[str]) -> tuple[
     # "blocks.2.0" is the first module of the sequence "blocks.2", so "blocks.2" is a name of the same cut. It is not if there is
     # another cut inside, such as one at "blocks.2.1".
     chosen = list(at)
-    for i in () if is_hugging_face(model) else range(len(chosen)):
+    for i in range(len(chosen)):
         while parent := chosen[i].rpartition(".")[0]:
             first = next(piece for piece in pieces if piece.startswith(f"{parent}."))
             others = [name for name in chosen if name != chosen[i] and name.startswith(f"{parent}.")]

@@ -116,14 +116,14 @@ def _check_inputs(inputs: Tensors, first: nn.Module) -> None:
 
 def _takes(module: nn.Module, inputs: Tensors) -> bool:
     """Return whether a module's forward accepts the inputs, judged by its signature."""
-    # Look into containers only: a custom forward, as in stages of Hugging Face networks, has a telling signature.
+    # Look into containers only: a forward of its own has a telling signature.
     outer = None
     while outer is not module:
         outer = module
         if type(module) is nn.Sequential:
             module = next(iter(module), nn.Identity())
         elif hasattr(type(module), "entry_module"):  # a chain (`nwise.network.chain`)
-            module = cast(Any, module).entry_module(by_name=bool(names(inputs)))
+            module = cast(Any, module).entry_module()
     try:
         invoke(inspect.signature(module.forward).bind, inputs)
     except (TypeError, ValueError):

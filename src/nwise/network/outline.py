@@ -1,0 +1,168 @@
+"""Copies of a network's outer modules, whose code calls stand-ins for all the others.
+
+Of a network that is cut at ``model.layers.2``, the outer modules are the network, ``model`` and the list ``layers``::
+
+    network    model    layers         lm_head            outer modules: copies, which run the network's own code
+               embed    layers.0  ...                     all the others: stand-ins
+
+What happens when the code calls a stand-in is decided by whoever made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+from torch import nn
+
+from nwise.checks import hint
+
+Call = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StandIn(nn.Module):
+    """Stands for a module of a network and has its attributes.
+
+    Args:
+        name: the module's name in the network.
+        where: the dictionary that holds the module under `key`; whoever replaces it there replaces it here.
+        key: its key.
+        call: function that is called instead, with the name, the module and the arguments.
+    """
+
+    def __init__(self, name: str, where: Mapping[str, nn.Module], key: str, call: Call) -> None:
+        super().__init__()
+        vars(self).update(_name=name, _where=where, _key=key, _call=call)  # beside the registered modules
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        values = vars(self)
+        return values["_call"](values["_name"], values["_where"][values["_key"]], inputs, named)
+
+    def __getattr__(self, name: str) -> Any:
+        values = vars(self)
+        return getattr(values["_where"][values["_key"]], name)
+
+
+def ancestors(names: Iterable[str]) -> set[str]:
+    """Return the names of all modules around those with these names, and "" for the network.
+
+    >>> sorted(ancestors(["a.b.c"]))
+    ['', 'a', 'a.b']
+    """
+    return {"", *(path for name in names for path in accumulate(name.split(".")[:-1], "{}.{}".format))}
+
+
+def outer_names(model: nn.Module, at: Iterable[str]) -> frozenset[str]:
+    """Return the names of the modules around those in `at`, and of the lists that hold modules for them.
+
+    Raises:
+        ValueError: an outer module has a forward stored on itself, which would run the whole network.
+    """
+    around = ancestors(at)
+    for name, module in model.named_modules():
+        holds = type(module).forward is nn.Module.forward
+        if name in around or (holds and name.rpartition(".")[0] in around):
+            around.add(name)
+            if "forward" in vars(module):
+                raise ValueError(
+                    f"The forward of {repr(name) if name else 'the network'} should be that of its class. Found one that is "
+                    "stored on the module and runs the whole network, as the hooks of accelerate do; remove it before the split."
+                )
+    return frozenset(around)
+
+
+def outline(
+    module: nn.Module, outer: frozenset[str], stand_in: Callable[[str, nn.Module], nn.Module], path: str = ""
+) -> Any:
+    """Copy the outer modules; they share their parameters and buffers with the network, in dictionaries of their own."""
+    made = _shallow(module)
+    made._parameters = dict(module._parameters)
+    made._buffers = dict(module._buffers)
+    made._modules = {}
+    for key, child in module._modules.items():
+        name = f"{path}{key}"
+        if child is not None and name in outer:
+            made._modules[key] = outline(child, outer, stand_in, f"{name}.")
+        else:
+            made._modules[key] = child if child is None else stand_in(name, child)
+    return made
+
+
+def _shallow(module: nn.Module) -> Any:
+    """Return another module of the same class with the same attributes; `copy.copy` fails for parametrized modules."""
+    made = module.__new__(type(module))
+    vars(made).update(vars(module))
+    return made
+
+
+def skeleton(module: nn.Module) -> Any:
+    """Copy a module with tensors on the device meta: it has all attributes, and no memory."""
+    made = _shallow(module)
+    tensors = {**module._parameters, **module._buffers}
+    made._parameters = {}
+    made._buffers = {name: x if x is None else x.detach().to("meta") for name, x in tensors.items()}
+    made._modules = {name: x if x is None else skeleton(x) for name, x in module._modules.items()}
+    return made
+
+
+def repeated_blocks(model: nn.Module, count: int) -> list[str]:
+    """Return the names of a network's repeated blocks, at least as many as there are stages, as far outside as possible.
+
+    Blocks have one class, or are the members of lists of one class each, such as those of an encoder and of a decoder. They have
+    at least a hundredth of the parameters.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    # By the number of modules around: members of lists, and all modules but torch's own layers.
+    found: dict[int, dict[str, nn.Module]] = {}
+    uniform: set[type] = set()
+    for path, module in model.named_modules():
+        members = dict(module.named_children())
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        kinds = set(map(type, members.values()))
+        if is_list and len(members) > 1 and len(kinds) == 1:
+            uniform |= kinds
+        depth = path.count(".") + bool(path)
+        for key, child in members.items():
+            if is_list or not type(child).__module__.startswith("torch.nn"):
+                found.setdefault(depth, {})[f"{path}.{key}".lstrip(".")] = child
+    least = _size(model) / 100
+    most = 0
+    for _, modules in sorted(found.items()):
+        groups = [{kind} for kind in dict.fromkeys(map(type, modules.values()))] + [uniform]
+        blocks = [[name for name, child in modules.items() if type(child) in kinds] for kinds in groups]
+        large = [names for names in blocks if sum(_size(modules[name]) for name in names) > least]
+        best = max(large, key=len, default=[])
+        if len(best) >= count >= 1:
+            return best
+        most = max(most, len(best))
+    raise too_few_blocks(most, count)
+
+
+def too_few_blocks(blocks: int, count: int) -> ValueError:
+    """Return the error of a network with fewer blocks than stages."""
+    return ValueError(
+        f"`at` should be from 1 to the network's {blocks} repeated blocks, or name the modules at which stages begin. "
+        f"Found {count}."
+    )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def refuse_unknown(at: Sequence[str], names: Iterable[str]) -> None:
+    """Raise ValueError if there is a name that no module of the network has."""
+    known = list(names)
+    for name in at:
+        if name not in known:
+            longer = [other for other in known if other.endswith(f".{name}")]
+            suggestion = f" Did you mean {min(longer, key=len)!r}?" if longer else hint(name, known)
+            raise ValueError(f"`at` should name modules of the network. Found {name!r}.{suggestion}")
+
+
+def has_memory(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers."""
+    return next(chain(module.parameters(), module.buffers()), None) is not None
