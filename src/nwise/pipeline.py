@@ -123,7 +123,6 @@ class Pipeline(Program):
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.runner: Callable[[Step], Results] | None = None
-        self._observer = None if plan is None else plan.observer(self.processes)
         self._prices = plan.prices(self.processes.num_ranks) if plan else ()
         self._stages = [Stage(k, stage_modules[k], head_modules[k], losses[k]) for k in range(len(stage_modules))]
         self._terms = make_terms(losses)
@@ -213,7 +212,7 @@ class Pipeline(Program):
         structure = self._survey()
         schedule = self._next_schedule(structure)
         engine = self._connected(parts.inputs[0])
-        engine.recorder = self.recorder if self._observer is None else self._observer.through(self.recorder)
+        engine.recorder = self.recorder
         if self._begins:
             check_first(processes, parts, self.named_parameters(), schedule)
             self._begins = False
@@ -225,8 +224,6 @@ class Pipeline(Program):
         # Without `__setattr__`, which looks for modules in each of them.
         vars(self).update(_steps=number + 1, _last_ages=(schedule.ages.weights, m))
         vars(self).update(microbatch_losses=results.losses, loss_shares=results.shares)
-        if self._observer is not None:
-            self._observer.look()
         return results.means
 
     def drain(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -11,10 +11,8 @@ from nwise.flow import flows_for
 from nwise.network.chain import Chain
 from nwise.network.section import Section
 from nwise.planning.devices import Device, limits
-from nwise.planning.observe import Observer
 from nwise.planning.profiling import Profile
 from nwise.program.summary import milliseconds, table
-from nwise.runtime.processes import Processes
 from nwise.schedule.costs import Costs
 from nwise.schedule.find import Limit, rounded
 from nwise.schedule.named import BASELINES
@@ -41,7 +39,6 @@ class Plan:
         schedule: the schedule, with the expected time of a step and the bytes of every device.
         measured: the costs of every module, in seconds; None if costs were given. Then all times are in their unit.
         equal: expected time of a step with equal numbers of blocks in every stage; default: nan, none is known.
-        report: function that gets the measured times after the first steps; default: None, for none.
     """
 
     at: tuple[str, ...]
@@ -51,7 +48,6 @@ class Plan:
     schedule: Schedule
     measured: Profile | None = None
     equal: float = nan
-    report: Callable[[str], object] | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -145,10 +141,6 @@ class Plan:
     def prices(self, num_ranks: int) -> tuple[Costs, Limit]:
         """Return the costs by which orders are compared, and the memory of every rank if the ranks are the plan's devices."""
         return self.schedule.costs, self.limits if num_ranks == len(self.devices) else None
-
-    def observer(self, processes: Processes) -> Observer:
-        """Return what compares the first steps of the pipeline with this plan."""
-        return Observer(self, processes)
 
     def _memory(self, device: int) -> list[str]:
         if not self.limits:

@@ -114,8 +114,7 @@ def plan(
             processes of ``torchrun``, else 0.
         bandwidth: bytes a second of every link, or in the unit of the costs; default: that of the costs, else no limit.
         rounds: number of measurements, of which the medians count; default: 3.
-        report: function that gets the plan as a text, and, from a pipeline on these devices, times after the first steps;
-            None for silence. Default: print, in the first process only.
+        report: function that gets the plan as a text; None for silence. Default: print, in the first process only.
 
     Returns:
         The plan, for `nwise.split` and `Pipeline`; for a list of strategies the plans of all.
@@ -166,7 +165,6 @@ def plan(
             same = {"strategy": [rule.name for rule in rules], "num_stages": num_stages}
             source = measure(network, known, latency, links, ms, same, rounds, progress_bar("measuring", shown=shown))
         source = replace(source, model=module)
-    source = replace(source, report=report)
     bar = progress_bar("searching", shown=shown)
     result: Plan | Plans
     if isinstance(strategy, list | tuple):

@@ -40,7 +40,6 @@ class Source:
         links: ``latency``, ``bandwidth`` and ``overhead`` of `nwise.schedule.Costs`.
         measured: the costs of every module; None (default) if costs were given.
         model: the network; default: none is known.
-        report: function that gets the times of the first steps of a plan's pipeline; default: none.
     """
 
     pieces: Callable[[int], Pieces]
@@ -48,7 +47,6 @@ class Source:
     links: dict[str, float]
     measured: Profile | None = None
     model: nn.Module | None = None
-    report: Callable[[str], object] | None = None
 
     def plan(
         self,
@@ -66,7 +64,7 @@ class Source:
         at = tuple(names[i] for i in cut.starts[1:])
         if self.model is not None:
             at = _short(self.model, names, at)
-        return Plan(at, cut.placement, devices, name, cut.schedule, self.measured, report=self.report)
+        return Plan(at, cut.placement, devices, name, cut.schedule, self.measured)
 
     def equal(self, rule: Strategy, num_stages: int) -> float:
         """Return the time of a step with equal numbers of blocks in every stage, at the best M; nan if there is no such cut."""

@@ -11,25 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from nwise._torch import gradient_hooks
 from nwise.checks import check_at_least
-from nwise.runtime.engine import Recorder
 from nwise.runtime.modules import RemoteModule
-from nwise.runtime.processes import Processes
 from nwise.stage.stage import LossFn
 
 T = TypeVar("T")
 
 # A module, or a function that makes it; only the process that holds the module calls it.
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
-
-
-class Observes(Protocol):
-    """What looks at the first steps of a planned pipeline."""
-
-    def through(self, recorder: Recorder | None) -> Recorder | None:
-        """Return a recorder of this step that also calls another one."""
-
-    def look(self) -> None:
-        """Look at the step that has ended; all ranks call it together."""
 
 
 @runtime_checkable
@@ -49,9 +37,6 @@ class Planned(Protocol):
 
     def prices(self, num_ranks: int) -> tuple[Any, ...]:
         """Return the costs by which orders are compared, and the memory of every rank."""
-
-    def observer(self, processes: Processes) -> Observes:
-        """Return what looks at the first steps."""
 
 
 def checked(
