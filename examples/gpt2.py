@@ -59,12 +59,13 @@ def main(folder: Path = Path("runs/gpt2"), steps: int = 60) -> list[float]:
     history = []
     for step in range(pipe.steps, steps):
         inputs, target = batch(lines, step)
-        losses = pipe.step(inputs, target=target)
+        losses = pipe.gather(pipe.step(inputs, target=target))  # of all stages, in every process
         optimizer.step()
         optimizer.zero_grad()
         history.append(losses[-1].item())
         if pipe.steps % 10 == 0:
-            print(f"step {pipe.steps:3d}  losses {[round(loss, 2) for loss in losses.tolist()]}", flush=True)
+            if pipe.processes.is_first:
+                print(f"step {pipe.steps:3d}  losses {[round(loss, 2) for loss in losses.tolist()]}", flush=True)
             checkpoints.save()
 
     weights = under(gather_weights(pipe), "model.")  # of all stages, on rank 0

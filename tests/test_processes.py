@@ -72,6 +72,10 @@ def test_loops_under_torchrun_do_as_in_one_process(tmp_path: Path) -> None:
     assert first["local"][:2] == [[0], pipe.credit.tolist()]
     assert first["averaged"] == ""
     assert first["average"] == loops.averaged(), "that of one process"
+    expected = loops.gathered()
+    assert [one["gathered"].pop("here") for one in (first, second)] == [[0], [1]]
+    assert expected.pop("here") == [0, 1]
+    assert first["gathered"] == second["gathered"] == expected, "losses and scores of all heads on every rank"
     for one in found:
         for name in ("copied", "pickled"):
             assert one[name][:2] == [True, True]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.compiled import allow_several_passes
-from nwise.microbatch import Results, Weight
+from nwise.microbatch import Results
 from nwise.program import arguments
 from nwise.program.arguments import ModuleOrFactory, Planned
 from nwise.program.cutting import check_first, check_surroundings, cut_batch
@@ -119,7 +119,7 @@ class Pipeline(Program):
         self.stages = nn.ModuleList(stage_modules)
         self.heads = HeadDict({str(k): head for k, head in enumerate(head_modules) if head is not None})
         self.microbatch_losses: Mapping[tuple[int, int], Tensor] = {}
-        self.loss_shares: Mapping[int, Weight] = {}
+        self.loss_shares = {}
         self.recorder: Recorder | None = None
         self.on_action: Callable[[Action], None] | None = None
         self.runner: Callable[[Step], Results] | None = None

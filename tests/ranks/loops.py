@@ -72,12 +72,34 @@ def averaged() -> dict[str, Any]:
     return values
 
 
+def right(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def gathered() -> dict[str, Any]:
+    """Losses of every step and scores on all ranks, with one optimizer of groups and one of heads alone."""
+    model, heads = network()
+    pipe = pipeline(model, heads, seed=0)
+    network_only = torch.optim.SGD(pipe.groups(network={"lr": 0.5}, no_decay=lambda name, p: p.dim() < 2))
+    heads_only = torch.optim.AdamW(pipe.groups(heads={"lr": 0.1}))
+    losses = []
+    for x, y in data(4):
+        losses.append(pipe.gather(pipe.step(x, target=y)).tolist())
+        for update in (network_only, heads_only):
+            update.step()
+            update.zero_grad()
+    found = {"losses": losses, "scores": pipe.score(data(3), right).tolist(), "here": pipe.here}
+    pipe.close()
+    return found
+
+
 def main() -> dict[str, Any]:
     """Ask everything of a trained pipeline."""
     found: dict[str, Any] = {}
     norms: list[float] = []
     pipe, model = clipped(lambda pipe: norms.append(float(nwise.clip_grad_norm_(pipe, 0.05))))
     found["average"] = averaged()
+    found["gathered"] = gathered()
     found["norms"], x = norms, data(1)[0][0]
     alone = RANK == 0  # what follows needs no other rank
     if alone:

@@ -5,9 +5,9 @@ strategy in force, M, heads, what is trained  ->  flows  ->  schedule, with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from nwise.batchnorm import warn_of_microbatches
 from nwise.by_stage import HeadDict
 from nwise.checks import check_at_least, warn
 from nwise.flow import Flows, flows_for
+from nwise.microbatch import Weight
+from nwise.program.everywhere import gather, score
+from nwise.program.groups import groups
 from nwise.program.summary import count, describe
 from nwise.runtime.processes import Processes
 from nwise.schedule.ages import strategy_ages
@@ -24,6 +27,9 @@ from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import LossFn
 from nwise.strategies import Strategy
 from nwise.strategies import strategy as parse
+
+if TYPE_CHECKING:
+    from nwise.pipeline import Pipeline
 
 # Arguments of `Pipeline` that are used only while it is made, so an assignment would change nothing.
 _FIXED = ("loss_fn", "loss_fns", "recompute", "placement", "compress", "mesh", "timeout", "checks")
@@ -40,6 +46,7 @@ class Program(nn.Module):
     stages: nn.ModuleList
     heads: HeadDict
     processes: Processes
+    loss_shares: Mapping[int, Weight]
 
     def __init__(
         self,
@@ -141,6 +148,61 @@ class Program(nn.Module):
         """Updates between each stage's forward and update under the last step's strategy, ``[A, M]``."""
         ages, num_microbatches = self._last_ages
         return torch.tensor(ages)[:, None].expand(-1, num_microbatches)
+
+    @property
+    def here(self) -> list[int]:
+        """Stages, heads and losses of this process, by index; all of them in one process."""
+        return list(self.processes.here)
+
+    def gather(self, values: Tensor | Mapping[int, float]) -> Tensor:
+        """Return a number of every stage in all processes, ``[A]``, float64 on the CPU; all processes call it together.
+
+        Afterwards nan means a head that did not run. A head that ran and whose loss is nan is warned of.
+
+        Args:
+            values: the losses that `step` returned, or numbers by stage, of which those of `here` count.
+        """
+        return gather(self, values)
+
+    def score(self, batches: Iterable[Any], metric: Callable[[Any, Any], Any]) -> Tensor:
+        """Return the mean of a metric for every head, ``[A]``, in all processes; nan for a head that the strategy does not train.
+
+        It runs in evaluation mode without gradients. All processes call it together, with the same batches.
+
+        Args:
+            batches: pairs of inputs and a target: a tensor, or a tuple or dictionary of inputs.
+            metric: function of a head's output and the target, a mean over the samples.
+
+        >>> import nwise
+        >>> pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)])
+        >>> batches = [(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))]
+        >>> pipe.score(batches, lambda output, target: (output.argmax(1) == target).float().mean()).shape
+        torch.Size([2])
+        """
+        return score(cast("Pipeline", self), batches, metric)
+
+    def groups(
+        self,
+        network: Mapping[str, Any] | None = None,
+        heads: Mapping[str, Any] | None = None,
+        no_decay: Callable[[str, nn.Parameter], bool] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return groups of parameters for one optimizer; every process has the same number, some perhaps without parameters.
+
+        Args:
+            network: options of the network's parameters, such as ``{"lr": 0.1}``; default: leave them out.
+            heads: options of the heads'; default: leave them out.
+            no_decay: function of name and parameter: those for which it is true form a group of their own, with
+                ``weight_decay=0``; default: none.
+
+        >>> import nwise
+        >>> pipe = nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)])
+        >>> groups = pipe.groups(network={"lr": 0.1}, heads={"lr": 0.2}, no_decay=lambda name, p: p.dim() < 2)
+        >>> [(len(group["params"]), group["lr"]) for group in groups]
+        [(2, 0.1), (2, 0.1), (1, 0.2), (1, 0.2)]
+        """
+        parts = self.stages.named_parameters(), self.heads.named_parameters()
+        return groups(*parts, network, heads, no_decay)
 
     def summary(self) -> str:
         """Describe the next step: numbers of parameters, the losses of each stage, and messages."""
