@@ -451,17 +451,21 @@ Any network can be cut through its own forward: `nwise.split(model, at=4, exampl
 ([your model](own.md)). Nothing below is in a list of the library. `python tests/cutting.py` cuts each of these networks in a tiny
 size, compares outputs and gradients in training mode with those of the whole, and writes this page.
 
-`hidden` is the output that a stage's head sees. The other names are inputs, and outputs that a later stage reads as well.
+`hidden` is what a stage's head sees: of the outputs that later stages read, the one with the longest chain of calls behind it.
+The other names are inputs, and other outputs.
 
 | network | stages begin at | what travels |
 |---|---|---|
 """
 FOOT = """
-What cannot be cut, each with an error that says so:
+What cannot be cut, or not there; an error says so:
 
 - A module that is called on both sides of a cut, as in ALBERT, whose layers are one. Cut in front of the head.
-- Random numbers that the network's own code draws and that several stages use, as the mask of `ViTMAEForPreTraining`.
-- Layers left out at random (LayerDrop): a step stops where a module that was called on the example is not called.
+- A random number, or a buffer that the forward changes, if several stages use it outside modules. Put it into a module.
+- A function outside modules that is not torch's own: a script, `torch.vmap`, an extension. Call it in a module.
+- Modules that are left out in some steps: layers at random (LayerDrop), experts without a token. Call them inside one module.
+- Other image sizes, where the network's own code reads the size of a map that a module made.
+- A module that stores a tensor on itself for the code around it, instead of returning it: no error, other stages do not see it.
 - A network on the device `meta`, because the example runs through it.
 
 The code between modules runs in every stage. A residual sum that stands there, and not inside a block, reads the outputs of all

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from nwise._torch import pytree
 from nwise.differences import differences
 from nwise.modes import training
+from nwise.network.outline import StandIn
+from nwise.network.route import buffers_of
+from nwise.network.section import Section
 from nwise.randomness import preserved, random_states, restoring
-from nwise.tensors import Tensors, as_tuple, each, invoke, values_of
+from nwise.tensors import Tensors, as_tuple, each, invoke
 
 
 def refuse_difference(
@@ -35,24 +38,33 @@ def refuse_difference(
     def in_stages() -> Any:
         message = each(example, torch.clone)
         for k, stage in enumerate(stages):
-            with _seeding(k, {*stage.modules()}, {*message}):
+            own = stage.pieces() if isinstance(stage, Section) else {"": stage}
+            with _seeding(k, own, {*message}):
                 output = invoke(stage, message)
             if k + 1 < len(stages):
                 message = as_tuple(output, f"The output of stage {k}")
         return output
 
     def at_once() -> Any:
-        with _seeding(0, set(), set()):
+        with _seeding(0, {}, set()):
             return whole()
 
     with training(model, *stages), torch.enable_grad():
-        buffers = list(dict.fromkeys(b for module in (model, *stages) for b in module.buffers()))
-        with preserved(device), restoring([*random_states(), *values_of(buffers)]):
+        with preserved(device), restoring([*random_states(), *buffers_of((model, *stages))]):
             expected = _results(model, at_once)
-        with preserved(device), restoring([*random_states(), *values_of(buffers)]):
+        with preserved(device), restoring([*random_states(), *buffers_of((model, *stages))]):
             try:
                 found = _results(model, in_stages)
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            except (
+                ArithmeticError,
+                AssertionError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                StopIteration,
+                TypeError,
+                ValueError,
+            ) as error:
                 raise ValueError(
                     "The stages should run on `example` as the network does. Found that they cannot; cut elsewhere, or write the "
                     f"stages yourself. {type(error).__name__}: {error}"
@@ -67,7 +79,7 @@ def refuse_difference(
 
 
 @contextmanager
-def _seeding(stage: int, own: set[nn.Module], received: set[Tensor]) -> Iterator[None]:
+def _seeding(stage: int, own: Mapping[str, nn.Module], received: set[Tensor]) -> Iterator[None]:
     """Seed all generators around every module, so random numbers do not depend on which modules ran before.
 
     What the network's own code draws before a stage's modules has another seed in every stage, as in a step. So a value that is
@@ -75,12 +87,18 @@ def _seeding(stage: int, own: set[nn.Module], received: set[Tensor]) -> Iterator
 
     Args:
         stage: number of the stage.
-        own: modules of the stage.
+        own: modules that the stage calls, by name.
         received: what the stage received.
     """
 
+    inside = {part for module in own.values() for part in module.modules()}
+
     def seed(module: nn.Module | None = None, inputs: object = None, output: object = None) -> None:
-        same = module in own or any(x in received for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+        same = (
+            module in inside
+            or (isinstance(module, StandIn) and module.name in own)
+            or any(x in received for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+        )
         number = 0 if same else stage
         torch.manual_seed(number)
         random.seed(number)

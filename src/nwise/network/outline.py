@@ -10,11 +10,12 @@ What happens when the code calls a stand-in is decided by whoever made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from nwise.checks import hint
 
@@ -33,11 +34,19 @@ class StandIn(nn.Module):
 
     def __init__(self, name: str, where: Mapping[str, nn.Module], key: str, call: Call) -> None:
         super().__init__()
-        vars(self).update(_name=name, _where=where, _key=key, _call=call)  # beside the registered modules
+        vars(self).update(name=name, _where=where, _key=key, _call=call)  # beside the registered modules
+        del self.training  # that of the module counts
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         values = vars(self)
-        return values["_call"](values["_name"], values["_where"][values["_key"]], inputs, named)
+        return values["_call"](values["name"], values["_where"][values["_key"]], inputs, named)
+
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Iterate over the module and those inside it, so that the network's code finds parameters, for their device."""
+        values = vars(self)
+        return values["_where"][values["_key"]].named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         values = vars(self)
@@ -61,7 +70,7 @@ def outer_names(model: nn.Module, at: Iterable[str]) -> frozenset[str]:
     """
     around = ancestors(at)
     for name, module in model.named_modules():
-        holds = type(module).forward is nn.Module.forward
+        holds = type(module).forward is nn.Module.forward and "forward" not in vars(module)
         if name in around or (holds and name.rpartition(".")[0] in around):
             around.add(name)
             if "forward" in vars(module):
@@ -76,34 +85,35 @@ def outline(
     module: nn.Module, outer: frozenset[str], stand_in: Callable[[str, nn.Module], nn.Module], path: str = ""
 ) -> Any:
     """Copy the outer modules; they share their parameters and buffers with the network, in dictionaries of their own."""
-    made = _shallow(module)
-    made._parameters = dict(module._parameters)
-    made._buffers = dict(module._buffers)
-    made._modules = {}
+    children: dict[str, Any] = {}
     for key, child in module._modules.items():
         name = f"{path}{key}"
         if child is not None and name in outer:
-            made._modules[key] = outline(child, outer, stand_in, f"{name}.")
+            children[key] = outline(child, outer, stand_in, f"{name}.")
         else:
-            made._modules[key] = child if child is None else stand_in(name, child)
-    return made
-
-
-def _shallow(module: nn.Module) -> Any:
-    """Return another module of the same class with the same attributes; `copy.copy` fails for parametrized modules."""
-    made = module.__new__(type(module))
-    vars(made).update(vars(module))
-    return made
+            children[key] = child if child is None else stand_in(name, child)
+    return _shallow(module, dict(module._parameters), dict(module._buffers), children)
 
 
 def skeleton(module: nn.Module) -> Any:
-    """Copy a module with tensors on the device meta: it has all attributes, and no memory."""
-    made = _shallow(module)
+    """Copy a module with nan in the place of its values: it has all attributes, and no memory."""
     tensors = {**module._parameters, **module._buffers}
-    made._parameters = {}
-    made._buffers = {name: x if x is None else x.detach().to("meta") for name, x in tensors.items()}
-    made._modules = {name: x if x is None else skeleton(x) for name, x in module._modules.items()}
+    absent = {name: x if x is None else nothing(x) for name, x in tensors.items()}
+    return _shallow(module, {}, absent, {name: x if x is None else skeleton(x) for name, x in module._modules.items()})
+
+
+def _shallow(module: nn.Module, parameters: object, buffers: object, children: object) -> Any:
+    """Return another module of the same class with the same other attributes; `copy.copy` fails for parametrized modules."""
+    made = module.__new__(type(module))
+    # Not by assignment, which a compiled module hands on to the one inside it.
+    vars(made).update(vars(module))
+    vars(made).update(_parameters=parameters, _buffers=buffers, _modules=children)
     return made
+
+
+def nothing(x: Tensor) -> Tensor:
+    """Return one nan, or zero of whole numbers, expanded to the shape of a tensor."""
+    return x.detach().new_full((), torch.nan if x.is_floating_point() else 0).expand(x.shape)
 
 
 def repeated_blocks(model: nn.Module, count: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Which modules a network calls on an example, in which order, and what each reads: all that a cut needs to know.
 
-The network runs once, and every output of a module becomes the leaf of a new graph. So the graph of a later module's arguments
-ends at what it reads::
+The network runs once. Every output of a module gets a name, which follows its values through the functions of torch
+(`dependence.py`). So the arguments of a later module tell what it reads::
 
     ids -> embed -> layers.0 -> layers.1 -> head        calls, in order
              |          |           ^
@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
-from nwise._torch import pytree
+from nwise._torch import pytree, version
 from nwise.modes import evaluating
+from nwise.network.dependence import Dependence
 from nwise.network.outline import StandIn, has_memory, outline
-from nwise.randomness import preserved, random_states, restoring
+from nwise.randomness import States, preserved, random_states, restoring
 from nwise.tensors import HIDDEN, values_of
 
+_MEMORY = "="  # marks names of modules and parameters among names of values
 # The network's outputs that its stages return, out of all that its forward returns.
 Select = Callable[[Any], Any]
 
@@ -71,6 +72,8 @@ class Route:
         free: names of modules that run in every stage, because no parameter has an influence on them, such as rotary positions.
         shapes: shapes of the inputs and of the outputs; ``layers.2#0/1`` is a call's second output.
         first: the first name of each module that has several.
+        changed: names of outputs that the network changes in place later.
+        sized: names of outputs whose sizes the network's own code reads.
     """
 
     inputs: dict[str, Any]
@@ -79,6 +82,8 @@ class Route:
     free: set[str] = field(default_factory=set)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    sized: set[str] = field(default_factory=set)
 
     @property
     def tensors(self) -> list[str]:
@@ -122,8 +127,8 @@ class CutRoute:
         starts: numbers of the calls with which the later stages begin.
         stages: the stage of each call, by key.
         homes: the stage of each module with memory, and of each parameter of an outer module.
-        received: what of the inputs and outputs each stage receives, by the name under which it travels. The output that was made
-            last is the one at which heads look, so its name is ``hidden``.
+        received: what of the inputs and outputs each stage receives, by the name under which it travels. The output with the
+            longest chain of calls behind it is the one at which heads look, so its name is ``hidden``.
     """
 
     route: Route
@@ -140,14 +145,22 @@ def cut_route(route: Route, starts: Sequence[int]) -> CutRoute:
         ValueError: a module or parameter would belong to two stages, or a stage would receive nothing.
     """
     stages = {key: bisect_right(starts, i) for i, key in enumerate(route.calls)}
+    depths: dict[str, int] = {}
+    for key, call in route.calls.items():
+        depths[key] = 1 + max((depths[call_of(name)] for name in call.reads if "#" in name), default=0)
     homes: dict[str, int] = {}
     for key, call in route.calls.items():
         for name in sorted(call.uses):
             first = homes.setdefault(name, stages[key])
             if first != stages[key]:
+                own = (
+                    "give each place its own (`nwise.untie`)"
+                    if name == call.module
+                    else "give this code its own parameter"
+                )
                 raise ValueError(
-                    f"A module or parameter should be used in one stage. Found {name!r} in stages {first} and {stages[key]}; cut "
-                    "elsewhere, or give each place its own (`nwise.untie`)."
+                    f"A module or parameter should be used in one stage. Found {name!r} in stage {first}, and in stage "
+                    f"{stages[key]} for the call of {call.module or 'the end'!r}; cut elsewhere, or {own}."
                 )
     if HIDDEN in route.inputs:
         raise ValueError(
@@ -160,6 +173,7 @@ def cut_route(route: Route, starts: Sequence[int]) -> CutRoute:
         read = set().union(*(call.reads for key, call in route.calls.items() if stages[key] >= k))
         earlier = [(key, call) for key, call in reversed(route.calls.items()) if stages[key] < k]
         made = [f"{key}/{i}" for key, call in earlier for i in range(call.size) if f"{key}/{i}" in read]
+        made.sort(key=lambda name: -depths[call_of(name)])
         given = [name for name in route.tensors if not route.inputs[name].is_floating_point() or name in read]
         received.append({name if i or not made else HIDDEN: name for i, name in enumerate([*made, *given])})
         if not received[-1]:
@@ -177,9 +191,11 @@ def follow(
     recorder = _Recorder(outer, example)
     network = outline(model, outer, recorder.stand_in)
     for path in outer:
-        recorder.begin_at_parameters(network.get_submodule(path), path)
+        for key, parameter in network.get_submodule(path)._parameters.items():
+            if parameter is not None:
+                recorder.dependence.name(parameter, _MEMORY + f"{path}.{key}".lstrip("."))
     inputs = {name: recorder.begin(name, x) for name, x in example.items()}
-    with quiet(model, network), torch.enable_grad():
+    with quiet(model, network), torch.enable_grad(), recorder.dependence:
         output = select(network(**inputs))
         if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(output)):
             raise ValueError(
@@ -187,15 +203,23 @@ def follow(
                 f"{type(output).__name__}; write the stages yourself."
             )
         recorder.route.calls[""] = recorder.made_call("", (output,))
+    recorder.route.sized = recorder.dependence.sized
+    recorder.route.changed = {name for name, x in recorder.handed.items() if version(x)}
     return recorder.route
 
 
 @contextmanager
 def quiet(*modules: nn.Module) -> Iterator[None]:
     """Run the body in evaluation mode without gradients, then restore modes, buffers and generators."""
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    with preserved(), restoring([*random_states(), *values_of(buffers)]), evaluating(*modules):
+    with preserved(), restoring([*random_states(), *buffers_of(modules)]), evaluating(*modules):
         yield
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> States:
+    """Return the buffers of modules and their values, also of those that a forward replaces."""
+    parts = [part for module in modules for part in module.modules()]
+    tensors = dict.fromkeys(x for part in parts for x in part._buffers.values() if x is not None)
+    return [*((part._buffers.update, dict(part._buffers)) for part in parts), *values_of(tensors)]
 
 
 class _Recorder:
@@ -205,50 +229,50 @@ class _Recorder:
         self.route = Route({name: _on_meta(x) for name, x in example.items()}, outer)
         self._names: dict[nn.Module, str] = {}  # a module in two places has the name of the first
         self._counts: Counter[str] = Counter()
-        # Where graphs end: at values, by their name, and at parameters, by the module that holds them.
-        self._values: dict[Tensor, str] = {}
-        self._owners: dict[Tensor, str] = {}
+        self.dependence = Dependence()
+        self.handed: dict[str, Tensor] = {}  # what the network's code got
 
     def stand_in(self, name: str, module: nn.Module) -> StandIn:
         """Return what the network's code calls instead of a module."""
         first = self._names.setdefault(module, name)
         if first != name:
             self.route.first[name] = first
+            return StandIn(name, {name: module}, name, self._run)
         for parameter in module.parameters():
-            self._owners.setdefault(parameter, first)
+            self.dependence.name(parameter, f"{_MEMORY}{name}")
         return StandIn(name, {name: module}, name, self._run)
 
-    def begin_at_parameters(self, module: nn.Module, path: str) -> None:
-        """Let an outer module have leaves for parameters, frozen ones too."""
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                leaf = parameter.detach().requires_grad_(parameter.is_floating_point())
-                self._owners[leaf] = f"{path}.{key}".lstrip(".")
-                module._parameters[key] = leaf  # type: ignore[assignment]
-
     def begin(self, name: str, x: Any) -> Any:
-        """Begin a graph at a value."""
+        """Return a value under a name that follows it."""
         if not isinstance(x, Tensor):
             return x
         self.route.shapes[name] = x.shape
-        if not x.is_floating_point():
-            return x
-        leaf = x.detach().requires_grad_()
-        self._values[leaf] = name
-        return leaf.clone()  # which the network's code may change in place
+        # A copy, which the network's code may change in place. It asks for a gradient, so what any function makes of it does, too.
+        self.handed[name] = x.detach().requires_grad_(x.is_floating_point()).clone()
+        if x.is_floating_point() or "#" in name:  # inputs of whole numbers travel anyway
+            self.dependence.name(self.handed[name], name)
+        return self.handed[name]
 
     def made_call(self, name: str, arguments: Any) -> ModuleCall:
         """Return a call with what its arguments depend on."""
-        ends = list(_ends(arguments))
-        reads = {self._values[x] for x in ends if x in self._values}
-        uses = {self._owners[x] for x in ends if x in self._owners}
-        return ModuleCall(name, reads, uses, shapes_of(arguments))
+        for x in pytree.tree_leaves(arguments):
+            if isinstance(x, Tensor) and x.requires_grad and not self.dependence.of(x):
+                raise ValueError(
+                    "Between modules the network's forward should call functions of torch alone, which show what they read. "
+                    f"Found another one before the call of {name or 'the end'!r}; call it inside a module."
+                )
+        names = self.dependence.of(arguments) | self.dependence.read
+        uses = {found for found in names if found.startswith(_MEMORY)}
+        return ModuleCall(name, names - uses, {found.removeprefix(_MEMORY) for found in uses}, shapes_of(arguments))
 
     def _run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = self._names[module]
         call = self.made_call(name, (inputs, named))
+        self.dependence.counts = False
         output = module(*inputs, **named)
-        depends = any(x in self._values or x in self._owners for x in _ends(output))
+        self.dependence.counts = True
+        made = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        depends = self.dependence.of(made) or any(x.requires_grad for x in made)
         if not depends and next(module.parameters(), None) is None:
             self.route.free.add(name)
             return output
@@ -262,6 +286,11 @@ class _Recorder:
         return pytree.tree_map(lambda x: self.begin(f"{key}/{next(numbers)}", x), output)
 
 
+def call_of(name: str) -> str:
+    """Return the key of the call that made an output."""
+    return name.rpartition("/")[0]
+
+
 def shapes_of(arguments: Any) -> list[torch.Size]:
     """Return the shapes of all tensors among the arguments of a call."""
     return [x.shape for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
@@ -272,18 +301,3 @@ def _on_meta(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.detach().to("meta")
     return x if isinstance(x, bool | int | float | str) else None
-
-
-def _ends(values: Any) -> Iterable[Tensor]:
-    """Iterate over the tensors at which the graphs of values end."""
-    tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
-    yield from (x for x in tensors if x.is_leaf)
-    nodes = [x.grad_fn for x in tensors]
-    seen: set[Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):  # where a gradient is added to a leaf
-                yield node.variable
-            nodes += [before for before, _ in node.next_functions]

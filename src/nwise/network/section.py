@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from nwise._torch import hide_buffers, pytree
 from nwise.network.chain import Chain, inside
-from nwise.network.outline import StandIn, has_memory, outline, skeleton
-from nwise.network.route import CutRoute, ModuleCall, Select, cut_route, shapes_of
+from nwise.network.outline import StandIn, has_memory, nothing, outline, skeleton
+from nwise.network.route import CutRoute, ModuleCall, Select, call_of, cut_route, shapes_of
 
 Shapes = Sequence[tuple[torch.Size, torch.Size]]
 
@@ -40,12 +40,14 @@ class _Run:
     Args:
         values: inputs and outputs by name.
         like: the tensor whose device and dtype the others have.
+        resized: whether an input that does not travel this far may have another size than the example's.
         counts: numbers of calls, by module.
         reached: keys of the calls that were made.
     """
 
     values: dict[str, Tensor]
     like: Tensor
+    resized: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     reached: set[str] = field(default_factory=set)
 
@@ -69,6 +71,8 @@ class Section(nn.Module):
         self._cut = cut
         self._index = index
         self._run: _Run | None = None
+        self._mode: bool | None = None  # the mode of the modules that are not registered
+        self._absent: list[nn.Module] = []
         network = outline(model, self._route.outer, self._stand_in)
         self._network = (network,)  # in a tuple, so it is not registered
         self._outer = [network.get_submodule(path) for path in sorted(self._route.outer)]
@@ -88,12 +92,19 @@ class Section(nn.Module):
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         route = self._route
         given = self._given(inputs, named)
-        for module in self._outer:
-            module.training = self.training
+        if self._mode != self.training:
+            self._mode = self.training
+            for module in self._outer:
+                module.training = self.training
+            for module in self._absent:
+                module.train(self.training)
         like = next(iter(given.values()))
         run = _Run(given, like)
         # An input that does not travel this far is there without a value; one that was left out in this step is left out.
         shapes = [(route.shapes[name], x.shape) for name, x in given.items()]
+        run.resized = any(
+            _is_unknown(x, shapes) for name, x in route.inputs.items() if name in route.shapes.keys() - given
+        )
         expected = self._cut.received[self._index].values()
         arguments = {
             name: given[name] if name in given else _nothing(x, shapes, like)
@@ -108,7 +119,7 @@ class Section(nn.Module):
         finally:
             self._run = None
         is_last = self._index + 1 == len(self._cut.received)
-        left_out = {_call_of(name) for name in expected if "#" in name} - run.reached
+        left_out = {call_of(name) for name in expected if "#" in name} - run.reached
         if left_out or is_last != (output is not None):
             which = min(left_out, default=next(iter(self._cut.received[-1].values())))
             raise ValueError(f"{_SAME_CALLS} Found that it left out {which.partition('#')[0]!r}.")
@@ -157,6 +168,7 @@ class Section(nn.Module):
             where = node._modules
         else:
             where = {key: skeleton(module)}
+            self._absent += where.values()
         return StandIn(first, where, key, self._call)
 
     def _adopt(self, module: nn.Module, path: str) -> None:
@@ -166,12 +178,10 @@ class Section(nn.Module):
             if parameter is None or self._cut.homes.get(f"{path}.{key}".lstrip("."), 0) == self._index:
                 node.register_parameter(key, parameter)
             else:
-                absent = parameter.detach().new_full((), torch.nan).expand(parameter.shape)
-                node.register_buffer(key, absent, persistent=False)
+                node.register_buffer(key, nothing(parameter), persistent=False)
         saved = module.state_dict()
         for key, buffer in module._buffers.items():
-            own = buffer if buffer is None or not self._index else buffer.clone()
-            node.register_buffer(key, own, persistent=not self._index and key in saved)
+            node.register_buffer(key, buffer, persistent=not self._index and key in saved)
         module._parameters = node._parameters
         module._buffers = node._buffers
 
@@ -195,10 +205,30 @@ class Section(nn.Module):
             raise _NextStage
         run.reached.add(key)
         if stage < self._index:
-            return _received(key, call, run, shapes_of((inputs, named)))
+            return self._received(key, call, run, shapes_of((inputs, named)))
         output = module(*inputs, **named)
         run.values.update({f"{key}/{i}": x for i, x in enumerate(pytree.tree_leaves(output))})
-        return output
+        return self._received(key, call, run, ()) if self._route.changed.intersection(run.values) else output
+
+    def _received(self, key: str, call: ModuleCall, run: _Run, now: Sequence[torch.Size]) -> Any:
+        """Return the outputs of a call; those of an earlier stage that nobody reads any more have no values."""
+        shapes = [*zip(call.shapes, now, strict=False)]
+        numbers = count()
+
+        def value(x: Any) -> Any:
+            name = f"{key}/{next(numbers)}"
+            if name not in run.values:
+                read = name in self._route.sized or not isinstance(x, Tensor)
+                if read and (_is_unknown(x, shapes) or (run.resized and name in self._route.sized)):
+                    raise ValueError(
+                        "Inputs should have the sizes of `example` beyond the batch, because the network's own code reads sizes "
+                        f"of what {call.module!r} returns. Found others; split the network with these, or read them in a module."
+                    )
+                return _nothing(x, shapes, run.like)
+            # What the network's code will change in place is sent, or was received, as it is here.
+            return run.values[name].clone() if name in self._route.changed else run.values[name]
+
+        return pytree.tree_map(value, call.output)
 
 
 StageModule = Chain | Section  # what `nwise.split` returns
@@ -222,24 +252,10 @@ def tail(stages: Sequence[Section], name: str) -> Section:
     return Section(whole, cut_route(route, route.starts([name])), 1, first._select)
 
 
-_SAME_CALLS = "The network should call the modules that it called on `example`, as often and in that order."
-
-
-def _call_of(name: str) -> str:
-    """Return the key of the call that made an output."""
-    return name.rpartition("/")[0]
-
-
-def _received(key: str, call: ModuleCall, run: _Run, now: Sequence[torch.Size]) -> Any:
-    """Return the outputs of an earlier stage's module, of which those that nobody reads any more have no values."""
-    shapes = [*zip(call.shapes, now, strict=False)]
-    numbers = count()
-
-    def value(x: Any) -> Any:
-        name = f"{key}/{next(numbers)}"
-        return run.values[name] if name in run.values else _nothing(x, shapes, run.like)
-
-    return pytree.tree_map(value, call.output)
+_SAME_CALLS = (
+    "The network should call the modules that it called on `example`, as often and in that order: without a cache "
+    "(`use_cache=False` in the example) and without layers left out at random."
+)
 
 
 def _nothing(x: Any, shapes: Shapes, like: Tensor) -> Any:
@@ -247,14 +263,28 @@ def _nothing(x: Any, shapes: Shapes, like: Tensor) -> Any:
 
     Args:
         x: a tensor as it was on the example.
-        shapes: pairs of shapes, on the example and now: a dimension of `x` that has the size of an old one gets the new one.
+        shapes: pairs of shapes of arguments, on the example and now.
         like: a tensor of the same step, for the device and dtype.
     """
     if not isinstance(x, Tensor):
         return x
-    shape = [
-        next((now[d] for then, now in shapes if d < min(len(then), len(now)) and then[d] == size), size)
-        for d, size in enumerate(x.shape)
-    ]
+    shape = [_size(d, size, shapes) for d, size in enumerate(x.shape)]
     dtype = like.dtype if x.is_floating_point() and like.is_floating_point() else x.dtype
     return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=like.device)
+
+
+def _size(d: int, size: int, shapes: Shapes) -> int:
+    """Return the size of a dimension: that of an argument's same dimension if both had one size on the example."""
+    same = [now[d] for then, now in shapes if d < min(len(then), len(now)) and then[d] == size]
+    # A table of positions, [T, width], has none of its own; its T is a dimension behind the batch.
+    later = [b for then, now in shapes for a, b in zip(then[1:], now[1:], strict=False) if a == size and not d]
+    return [*same, *later, size][0]
+
+
+def _is_unknown(x: Any, shapes: Shapes) -> bool:
+    """Return whether an output may have another size now, which no argument tells: a number that depends on a size, too."""
+    changed = {d for then, now in shapes for d in range(1, min(len(then), len(now))) if then[d] != now[d]}
+    if not isinstance(x, Tensor):
+        return bool(changed) and isinstance(x, int) and not isinstance(x, bool)
+    known = {d for then, _ in shapes for d in range(min(len(then), x.dim())) if then[d] == x.shape[d]}
+    return any(d in changed - known for d in range(x.dim()))

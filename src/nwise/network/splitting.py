@@ -125,10 +125,11 @@ def bind(model: nn.Module, example: Any) -> dict[str, Any]:
     Raises:
         TypeError: the forward does not take them, or takes them without names.
     """
+    signature = inspect.signature(model.forward)
     if isinstance(example, Mapping):
-        given = dict(example)
+        # In the order of the signature, in which tensors come by position.
+        given = {name: example[name] for name in [*signature.parameters, *example] if name in example}
     else:
-        signature = inspect.signature(model.forward)
         values = example if isinstance(example, tuple | list) else (example,)
         try:
             given = dict(signature.bind(*values).arguments)
@@ -198,7 +199,7 @@ def _sections(model: nn.Module, at: Sequence[str] | int, given: Mapping[str, Any
             blocks = _spread([name for name in route.order() if name in blocks], at)
         cut = cut_route(route, route.starts(blocks))
         return [Section(model, cut, k, select) for k in range(len(blocks) + 1)]
-    except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
+    except (AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError) as error:
         raise ValueError(
             f"The network's forward should do nothing with its modules but call them. Found {type(error).__name__}: {error}"
         ) from error
@@ -223,10 +224,15 @@ def selected(name: str | int | None, output: Any) -> Any:
     """Return an entry of what a network returns; without a name its logits if it has any, else all its tensors."""
     if name is None and not isinstance(output, Tensor):
         name = "logits" if hasattr(output, "logits") or (isinstance(output, Mapping) and "logits" in output) else None
-    if isinstance(name, int):
-        return output[name]
     if name is not None:
-        return output[name] if isinstance(output, Mapping) else getattr(output, name)
+        try:
+            entries: Any = output
+            return entries[name] if isinstance(output, Mapping | tuple | list) else getattr(output, str(name))
+        except (AttributeError, LookupError, TypeError) as error:
+            kind = f"{type(output).__name__} of {', '.join(output) if isinstance(output, Mapping) else 'other entries'}"
+            raise ValueError(
+                f"`output` should be an entry of what the network returns. Found {name!r}, and a {kind}."
+            ) from error
     if isinstance(output, Mapping):
         return {key: x for key, x in output.items() if isinstance(x, Tensor)}
     if isinstance(output, tuple | list):

@@ -64,7 +64,8 @@ def refuse_tied(stages: Sequence[nn.Module]) -> None:
     """Raise ValueError if stages share a parameter or buffer."""
     places: dict[Tensor, tuple[int, str]] = {}
     for k, stage in enumerate(stages):
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+        saved = stage.state_dict()
+        for name, tensor in (*stage.named_parameters(), *(one for one in stage.named_buffers() if one[0] in saved)):
             first, other = places.setdefault(tensor, (k, name))
             if first != k:
                 raise ValueError(
