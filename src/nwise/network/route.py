@@ -247,7 +247,7 @@ class _Recorder:
         if not isinstance(x, Tensor):
             return x
         self.route.shapes[name] = x.shape
-        # A copy, which the network's code may change in place. It asks for a gradient, so what any function makes of it does, too.
+        # A copy, which the network's code may change in place. It asks for a gradient, and so does what any function makes of it.
         self.handed[name] = x.detach().requires_grad_(x.is_floating_point()).clone()
         if x.is_floating_point() or "#" in name:  # inputs of whole numbers travel anyway
             self.dependence.name(self.handed[name], name)
