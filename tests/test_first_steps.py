@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_torch_error_notes_name_the_head(given: object, stage: int) -> None:
         given()  # type: ignore[operator]
     [note] = getattr(error.value, "__notes__", [])
     assert note.startswith(f"nwise: in the head or loss of stage {stage}, given [[4, {3 if stage == 2 else 8}]]")
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"recompute": True}])
+def test_torch_error_notes_name_the_stage(options: dict[str, Any]) -> None:
+    """Regression: a wrong width between stages gave torch's message under thirteen frames."""
+    wrong = nwise.Pipeline([nn.Linear(3, 8), nn.Linear(7, 3)], None, strategy="end-to-end", **options)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        wrong.step(torch.zeros(4, 3), target=Y)
+    size = 4 // options.get("num_microbatches", 1)
+    assert getattr(error.value, "__notes__", []) == [f"nwise: in the forward of stage 1, given [[{size}, 8]]"]
 
 
 @pytest.mark.parametrize(

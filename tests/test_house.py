@@ -85,7 +85,7 @@ ADD_ONS |= {"progress", "__main__", "__init__"}
 BUDGETS = {
     "strategies": 342,
     "schedule": 2_093,
-    "stage": 532,
+    "stage": 531,
     "runtime": 1_965,
     "program": 555,
     "capturing": 311,

@@ -40,8 +40,7 @@ def gather(pipe: Program, values: Tensor | Mapping[int, float]) -> Tensor:
 def score(pipe: Pipeline, batches: Iterable[Any], metric: Callable[[Any, Any], Any]) -> Tensor:
     """Return the mean of a metric for every trained head, ``[A]``, the same in all processes; see `Pipeline.score`."""
     trained = pipe.needed_heads() | {pipe.num_stages - 1}
-    here = [k for k in pipe.processes.here if k in trained]
-    sums = dict.fromkeys(here, 0.0)
+    sums = {k: 0.0 for k in pipe.processes.here if k in trained}
     size = 0
     with evaluating(pipe):
         for inputs, target in batches:
@@ -49,7 +48,7 @@ def score(pipe: Pipeline, batches: Iterable[Any], metric: Callable[[Any, Any], A
             outputs = pipe.head_outputs(*given, only=trained)
             samples = len(as_inputs(given, {}, "The inputs of a batch")[0])
             size += samples
-            for k in here:
+            for k in sums:
                 sums[k] += samples * float(metric(outputs[k], target))
     if not size:
         raise ValueError("`batches` should have at least one batch of inputs and a target. Found none.")

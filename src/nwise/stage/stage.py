@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from nwise.auxiliary import PRESENT
 from nwise.losses import explain
 from nwise.microbatch import Batch, full_like
-from nwise.schedule.actions import PASSES, Action, Kind
+from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.graph import add_gradients
 from nwise.stage.kept import keep
@@ -134,14 +134,9 @@ class Stage:
         try:
             if action.kind is Kind.FORWARD:
                 return self._forward(tape, given[None], frees)
-            if action.kind is Kind.HEAD:
-                self._run_head(tape)
+            if action.kind in (Kind.HEAD, Kind.RECOMPUTE):
+                (self._run_head if action.kind is Kind.HEAD else self._rerun)(tape)
                 return ()
-            if action.kind is Kind.RECOMPUTE:
-                self._rerun(tape)
-                return ()
-            if action.kind not in PASSES:
-                raise ValueError(f"A stage should run F, R, H, I, W or B. Found {action}.")
             tape.passes_left -= 1
             again = tape.passes_left > 0
             self._walk_back(tape, action.kind, action.message, given, again)
@@ -156,7 +151,11 @@ class Stage:
                     tape.outputs = each(tape.outputs, _detach) if tape.head_left else ()
                     tape.tracked = False
             return gradients
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                error.add_note(
+                    f"nwise: in the forward of stage {self.index}, given {[list(x.shape) for x in tape.inputs]}"
+                )
             if known := next((advice for sign, advice in _ADVICE.items() if sign in str(error)), None):
                 error.add_note(f"nwise: {self._name} {known}")
             raise
@@ -186,10 +185,10 @@ class Stage:
 
     def _outputs(self, tape: Tape) -> Tensors:
         """Run the module, with a graph if the tape is tracked."""
-        part = ("stage", self.index, tape.microbatch)
         device = self._home or tape.inputs[0].device  # an input may be elsewhere, such as lengths on the CPU
         function = partial(run_module, self.module, what=self._output)
         with tape.weights.computing, torch.set_grad_enabled(tape.tracked):
+            part = "stage", self.index, tape.microbatch
             return tape.batch.draws.run(part, device, run_unchanged, function, tape.inputs, self._name)
 
     def _run_head(self, tape: Tape) -> None:
