@@ -237,7 +237,7 @@ def vars_of(costs: Costs) -> dict[str, Any]:
     return {name: getattr(costs, name) for name in costs.__dataclass_fields__}
 
 
-def test_explorer_winner_matches_planner(
+def test_explorer_names_the_method_of_the_planner(
     pages: Path, opened: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     driver = opened(pages / "explore.html")
@@ -250,9 +250,9 @@ def test_explorer_winner_matches_planner(
         [m] = [one["microbatches"] for one in plan["options"] if one["method"] == plan["recommended"]]
         driver.find_element("css selector", f"input[name=stages][value='{[2, 4, 8].index(stages)}']").click()
         answer = driver.find_element("id", "answer").text
-        assert answer.startswith(f"Winner: {plan['recommended']} with M = {m} (")
+        assert answer.startswith(f"The shortest step: {plan['recommended']} with M = {m} (")
         [best_row] = driver.find_elements("css selector", "#methods tr.best")
-        assert best_row.text.startswith(f"{plan['recommended']} "), "the star and the sentence name one winner"
+        assert best_row.text.startswith(f"{plan['recommended']} "), "the star and the sentence name one method"
 
 
 def test_every_choice_is_reached_by_keyboard(pages: Path, opened: Callable[[Path], Any]) -> None:

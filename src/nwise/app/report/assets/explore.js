@@ -48,12 +48,12 @@ function cell(row, text, kind = "td") {
 function table() {
   const body = document.querySelector("#methods tbody");
   const rows = methods().map(method => ({ method, entry: at({ method }), best: atBestM(method) }));
-  const { winner } = verdict();
+  const { shortest } = verdict();
   rows.sort((a, b) => a.entry.period - b.entry.period);
   body.replaceChildren(...rows.map(({ method, entry, best }) => {
     const row = document.createElement("tr");
     if (method === chosen.method) row.classList.add("chosen");
-    if (compared && winner === method) row.classList.add("best");
+    if (compared && shortest === method) row.classList.add("best");
     cell(row, dimensions.method[method] + (isBaseline(method) ? " (end-to-end)" : ""), "th");
     cell(row, show(entry.period));
     cell(row, show(entry.lower_bound));
@@ -64,7 +64,7 @@ function table() {
   }));
 }
 
-// Like the planner: end-to-end needs the fewest steps, so it wins unless its step is longer.
+// Like the planner: end-to-end needs the fewest steps, so it is named unless its step is longer.
 // Local training, whose step is nearly always the shortest, is not compared by time.
 function verdict() {
   const all = methods().filter(method => !local.includes(dimensions.method[method])).map(method => ({ method, ...atBestM(method) }));
@@ -74,14 +74,14 @@ function verdict() {
   const named = one => `${dimensions.method[one.method]} with M = ${one.m} (${show(one.entry.period)})`;
   if (!pipeline || !strategy) {
     const only = pipeline || strategy;
-    return { winner: only && only.method, text: only ? `The shortest step: ${named(only)}.` : "" };
+    return { shortest: only && only.method, text: only ? `The shortest step: ${named(only)}.` : "" };
   }
   const ratio = pipeline.entry.period / strategy.entry.period;
-  if (!Number.isFinite(ratio)) return { winner: null, text: "" };
-  if (ratio <= 1.005) return { winner: pipeline.method, text: `Winner: ${named(pipeline)}. No strategy between local and ` +
-    `end-to-end has a shorter step; the best of them is ${named(strategy)}, ${Math.round(100 / ratio - 100)} % longer.` };
-  return { winner: strategy.method, text: `Winner: ${named(strategy)}, if it reaches your quality in fewer than ${ratio.toFixed(2)} ` +
-    `times the steps of end-to-end; the best end-to-end pipeline is ${named(pipeline)}.` };
+  if (!Number.isFinite(ratio)) return { shortest: null, text: "" };
+  if (ratio <= 1.005) return { shortest: pipeline.method, text: `The shortest step: ${named(pipeline)}. No strategy between local and ` +
+    `end-to-end has a shorter one; that of ${named(strategy)} is ${Math.round(100 / ratio - 100)} % longer.` };
+  return { shortest: strategy.method, text: `The shortest step: ${named(strategy)}. It is worth it if it reaches your quality in fewer ` +
+    `than ${ratio.toFixed(2)} times the steps of end-to-end, whose shortest is that of ${named(pipeline)}.` };
 }
 
 function menus() {
