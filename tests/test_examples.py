@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,42 @@ from launch import forked
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import by_hand
 import exits
 import quickstart
 import unet
 import unsupervised
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_quickstart_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart.main() > 0.9
     assert "test accuracy of the last head" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("strategy", ["local", "2-wise", "2-wise-mean", "3-wise", "geometric-0.5", "end-to-end"])
+def test_gradients_by_hand_are_those_of_the_pipeline(strategy: str) -> None:
+    stages, heads = by_hand.network()
+    pipe = nwise.Pipeline(stages, heads, torch.nn.functional.cross_entropy, strategy)
+    x, y = torch.randn(6, 64), torch.arange(6)
+    losses = pipe.gather(pipe.step(x, target=y))
+    found = gradients(pipe)
+    pipe.zero_grad()
+    plain: Any = by_hand.backward(stages, heads, torch.nn.functional.cross_entropy, x, y, pipe.credit)  # type: ignore[no-untyped-call]
+    ran = pipe.needed_heads() | {3}
+    torch.testing.assert_close([plain[k].item() for k in ran], [losses[k].item() for k in ran], rtol=1e-12, atol=0)
+    expected = gradients(pipe)
+    idle = [f"heads.{k}." for k in range(3) if k not in ran]
+    assert_same(found, {n: g for n, g in expected.items() if not n.startswith(tuple(idle))}, 1e-12)
+
+
+def test_page_by_hand_has_the_lines_of_the_example() -> None:
+    marks = "# The fourteen lines\n", "# End of the fourteen lines"
+    lines = (ROOT / "examples" / "by_hand.py").read_text().split(marks[0])[1].split(marks[1])[0].strip()
+    assert lines.replace("  # noqa: D103", "") in (ROOT / "docs" / "by_hand.md").read_text()
+    assert len([line for line in lines.splitlines() if line.strip()]) == 14
 
 
 def test_network_with_exits_saves_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

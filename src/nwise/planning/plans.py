@@ -26,9 +26,8 @@ __all__ = ["STRATEGIES", "Plans", "compare", "is_late", "ratio", "same_gradients
 
 STRATEGIES = ("local", "2-wise", "3-wise", "4-wise", "rotating-2-microbatch", "end-to-end-delay-1")
 
-_LEGEND = """* the shortest step of the methods that are neither local nor late; whether it trains as well, an experiment has to tell
-speed: step of the best end-to-end method divided by this one's; bound: distance from the shortest possible step
-held: micro-batches in flight on a stage"""
+_LEGEND = """* shortest step of those neither local nor late; speed: step of the best end-to-end method divided by this one's
+bound: distance from the shortest possible step; held: micro-batches in flight on a stage"""
 
 
 @dataclass(frozen=True)
