@@ -1,6 +1,6 @@
-"""Eight rules of local learning on one small network: a rule is a strategy, heads, a loss, and sometimes work after the update.
+"""Nine rules of local learning on one small network: a rule is a strategy, heads, a loss, and sometimes work after the update.
 
-    pip install '.[app]'; python examples/rules.py [dgl predsim infopro auglocal man mono-forward lopt backlink]
+    pip install '.[app]'; python examples/rules.py [dgl predsim infopro auglocal man mono-forward lopt backlink forward-forward]
 
 docs/rules.md explains each. All run on one process or several: torchrun --nproc-per-node 4 examples/rules.py
 """
@@ -22,6 +22,13 @@ from nwise.app.data import batch_indices, digits
 A, CHANNELS, CLASSES = 4, 8, 10
 
 
+def likeliest(pipe: nwise.Pipeline, x: Tensor) -> Tensor | None:
+    """Return the likeliest class of each image by the network's logits, None in processes without the last stage."""
+    output = pipe(x)
+    logits = output[0] if isinstance(output, tuple) else output
+    return None if logits is None else logits.argmax(1)
+
+
 @dataclass
 class Rule:
     """A network with what trains it.
@@ -29,12 +36,16 @@ class Rule:
     Args:
         pipe: the pipeline.
         target: function from images and labels to the target of every loss; default: the labels.
+        inputs: function from images and labels to the inputs of a step; default: the images.
         after_update: called after every update; default: nothing.
+        predict: function from the pipeline and images to the classes, None where another process knows; default: the likeliest.
     """
 
     pipe: nwise.Pipeline
     target: Callable[[Tensor, Tensor], tuple[Tensor, ...] | Tensor] = lambda x, y: y
+    inputs: Callable[[Tensor, Tensor], Tensor] = lambda x, y: x
     after_update: Callable[[], object] = lambda: None
+    predict: Callable[[nwise.Pipeline, Tensor], Tensor | None] = likeliest
 
 
 def block(k: int) -> nn.Module:
@@ -223,6 +234,50 @@ def backlink(size: int = 2, reach: int = 1) -> Rule:
     return Rule(nwise.Pipeline(network(classifier()), heads, strategy=nwise.Credit(credit.tolist())))
 
 
+class Normalized(nn.Module):
+    """A linear layer with its ReLU on features of one length, so it cannot see how good the layer before found them."""
+
+    def __init__(self, features: int, width: int = 128) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(features, width), features**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.scale * functional.normalize(x.flatten(1))).relu()
+
+
+def marked(x: Tensor, y: Tensor) -> Tensor:
+    """Return images beside a label, as one vector."""
+    return torch.cat([x.flatten(1), 3.0 * functional.one_hot(y, CLASSES).to(x)], 1)
+
+
+def goodness(features: Tensor) -> Tensor:
+    """Return the mean square of the features of each sample."""
+    return features.flatten(1).square().mean(1)
+
+
+def goodness_loss(features: Tensor, sign: Tensor, threshold: float = 0.5) -> Tensor:
+    """Return how far from the threshold the goodness is on the wrong side; `sign` is 1 for right labels, -1 for wrong ones."""
+    return functional.softplus(sign * (threshold - goodness(features))).mean()
+
+
+def forward_forward() -> Rule:
+    """Return the forward-forward algorithm (Hinton 2022): images with right and with wrong labels in one batch, no backward."""
+    stages = [Normalized(64 + CLASSES), *(Normalized(128) for _ in range(1, A))]
+    pipe = nwise.Pipeline(stages, [nn.Identity() for _ in range(A - 1)], goodness_loss, "local")
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        wrong = (y + 1 + torch.arange(len(y)) % (CLASSES - 1)) % CLASSES
+        return torch.cat([marked(x, y), marked(x, wrong)])
+
+    def best(pipe: nwise.Pipeline, x: Tensor) -> Tensor | None:
+        found = [pipe.head_outputs(marked(x, torch.full((len(x),), label))) for label in range(CLASSES)]
+        here = {k: torch.stack([goodness(outputs[k]) for outputs in found]) for k in pipe.here}  # type: ignore[arg-type]
+        return pipe.processes.table(here).sum(0).argmax(0)  # of all stages, on every process
+
+    signs = lambda x, y: torch.cat([torch.ones(len(y)), -torch.ones(len(y))]).to(x)  # noqa: E731
+    return Rule(pipe, target=signs, inputs=both, predict=best)
+
+
 RULES: dict[str, Callable[[], Rule]] = {
     "dgl": dgl,
     "predsim": predsim,
@@ -232,6 +287,7 @@ RULES: dict[str, Callable[[], Rule]] = {
     "mono-forward": mono_forward,
     "lopt": lopt,
     "backlink": backlink,
+    "forward-forward": forward_forward,
 }
 
 
@@ -244,17 +300,16 @@ def train(name: str, steps: int = 150) -> float:
     optimizer = torch.optim.Adam((p for p in pipe.parameters() if p.requires_grad), lr=3e-3)
     for step in range(steps):
         x, y = train.batch(batch_indices(len(train), 64, seed=0, step=step))
-        pipe.step(x, target=rule.target(x, y))
+        pipe.step(rule.inputs(x, y), target=rule.target(x, y))
         optimizer.step()
         optimizer.zero_grad()
         rule.after_update()
     pipe.eval()
     with torch.no_grad():
         x, y = test.batch(torch.arange(len(test)))
-        output = pipe(x)
+        found = rule.predict(pipe, x)
     pipe.close()
-    logits = output[0] if isinstance(output, tuple) else output
-    return float("nan") if logits is None else (logits.argmax(1) == y).float().mean().item()
+    return float("nan") if found is None else (found == y).float().mean().item()
 
 
 if __name__ == "__main__":
