@@ -16,6 +16,7 @@ from readme import run_all
 SMALL = """
 house --json
 orders
+parity
 step_cost --case overhead --rounds 3
 step_cost.parts --rounds 3
 runtime --stages 3 --rounds 1 --mib 0

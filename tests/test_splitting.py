@@ -365,6 +365,16 @@ def test_a_rank_can_free_other_stages() -> None:
     assert {n for n, _ in last.named_parameters()} == {"out.weight", "out.bias", "scale"}
 
 
+def test_every_value_is_in_the_state_dict_of_one_stage() -> None:
+    """Those that the network never reads are in the first."""
+    model = UNet()
+    model.spare = nn.Parameter(torch.ones(1))
+    model.unused = linear()
+    first, last = nwise.split(model, ["out"], IMAGES)
+    assert sorted([*first.state_dict(), *last.state_dict()]) == sorted(model.state_dict())
+    assert {"spare", "unused.weight"} < set(first.state_dict())
+
+
 def test_a_module_that_replaces_another_in_a_stage_runs() -> None:
     model = UNet()
     stages = nwise.split(model, ["out"], IMAGES)
