@@ -207,8 +207,13 @@ class Section(nn.Module):
         if stage < self._index:
             return self._received(key, call, run, shapes_of((inputs, named)))
         output = module(*inputs, **named)
-        run.values.update({f"{key}/{i}": x for i, x in enumerate(pytree.tree_leaves(output))})
-        return self._received(key, call, run, ()) if self._route.changed.intersection(run.values) else output
+        made = {f"{key}/{i}": x for i, x in enumerate(pytree.tree_leaves(output))}
+        run.values.update(made)
+        if self._route.changed.isdisjoint(made):
+            return output
+        # What the network's code will change in place is sent as it is here.
+        names = iter(made)
+        return pytree.tree_map(lambda x: x.clone() if next(names) in self._route.changed else x, output)
 
     def _received(self, key: str, call: ModuleCall, run: _Run, now: Sequence[torch.Size]) -> Any:
         """Return the outputs of a call; those of an earlier stage that nobody reads any more have no values."""
@@ -225,7 +230,6 @@ class Section(nn.Module):
                         f"of what {call.module!r} returns. Found others; split the network with these, or read them in a module."
                     )
                 return _nothing(x, shapes, run.like)
-            # What the network's code will change in place is sent, or was received, as it is here.
             return run.values[name].clone() if name in self._route.changed else run.values[name]
 
         return pytree.tree_map(value, call.output)
