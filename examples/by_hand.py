@@ -29,8 +29,8 @@ def backward(stages, heads, loss_fn, x, target, credit):  # noqa: D103
         losses.append(loss_fn(head(x), target))
     for k, stage in enumerate(stages):
         add(sum(credit[j, k] * losses[j] for j in range(k, len(stages)) if credit[j, k]), stage)
-    for j, head in enumerate(heads):
-        add(losses[j], head)
+    for j in credit[:-1].any(1).nonzero():
+        add(losses[j], heads[j])
     return losses
 
 
@@ -38,7 +38,7 @@ def backward(stages, heads, loss_fn, x, target, credit):  # noqa: D103
 
 
 def network() -> tuple[list[nn.Module], list[nn.Module]]:
-    """Four stages and three heads."""
+    """Return four stages and three heads."""
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
     return [*stages, nn.Linear(64, 10)], [nn.Linear(64, 10) for _ in range(3)]
@@ -47,7 +47,7 @@ def network() -> tuple[list[nn.Module], list[nn.Module]]:
 def trained(
     step: Callable[[Tensor, Tensor], object], modules: Sequence[nn.Module], steps: int = 200
 ) -> list[nn.Module]:
-    """Train modules by what fills their gradients; return them."""
+    """Train modules with a function that fills their gradients; return them."""
     images, _ = digits()
     optimizer = torch.optim.Adam(nn.ModuleList(modules).parameters(), lr=3e-3)
     for i in range(steps):

@@ -465,7 +465,7 @@ What cannot be cut, or not there; an error says so:
 - A function outside modules that is not torch's own: a script, `torch.vmap`, an extension. Call it in a module.
 - Modules that are left out in some steps: layers at random (LayerDrop), experts without a token. Call them inside one module.
 - Other image sizes, where the network's own code reads the size of a map that a module made.
-- A module that stores a tensor on itself for the code around it, instead of returning it: no error, other stages do not see it.
+- A module that stores a tensor on itself for the code around it, instead of returning it. Here there is no error.
 - A network on the device `meta`, because the example runs through it.
 
 The code between modules runs in every stage. A residual sum that stands there, and not inside a block, reads the outputs of all

@@ -98,3 +98,5 @@ def test_a_parameter_that_a_head_shares_is_in_one_group() -> None:
     groups = pipe.groups(network={}, heads={})
     assert [len(group["params"]) for group in groups] == [4, 0]
     torch.optim.SGD(groups, lr=0.1)
+    alone = [pipe.groups(network={}), pipe.groups(heads={})]
+    assert [len(group["params"]) for groups in alone for group in groups] == [4, 0], "of two optimizers one has it"

@@ -19,6 +19,7 @@ import cutting
 import nwise
 from cutting import VOCABULARY, Gpt, UNet
 from launch import results
+from nwise.network import group_pieces
 from nwise.network.splitting import cut_points
 from test_contract import assert_same, gradients
 
@@ -383,6 +384,11 @@ def test_a_module_that_replaces_another_in_a_stage_runs() -> None:
     assert stages[1](**hidden).shape[1] == 8
 
 
+def test_a_sequence_has_no_named_output() -> None:
+    with pytest.raises(ValueError, match="`output` should be None for a sequence.* Found 'logits'"):
+        nwise.split(three(), 2, output="logits")
+
+
 def test_inputs_are_those_of_the_example() -> None:
     model = cutting.tiny("GPT2LMHeadModel")
     inputs = cutting.batch("GPT2LMHeadModel")
@@ -702,6 +708,7 @@ REFUSED: list[tuple[nn.Module, Any, Any, str]] = [
     ),
     (blocks(), 2, (TOKENS, TOKENS), r"should have the inputs of the network's forward, \(x: .*too many positional"),
     (blocks(), 2, {"x": 3}, "at least one tensor. Found none"),
+    (pair(lambda m, x: ([m.b(m.a(x))],)), ["b"], ROWS, "should return tensors, in tuples.* Found none in its tuple"),
     (blocks().to("meta"), 2, TOKENS, "should have values.* Found it on the device 'meta'; build it on a CPU"),
 ]
 
@@ -785,6 +792,17 @@ def test_ranks_equal_one_process(tmp_path: Path) -> None:
 def test_empty_chain_raises() -> None:
     with pytest.raises(ValueError, match="at least one module. Found none"):
         nwise.Chain({})
+    with pytest.raises(ValueError, match="`at` should name modules of the network. Found 'c'"):
+        group_pieces({"a": linear(), "b": linear()}, ["c"])
+
+
+def test_heads_copy_the_end_behind_the_blocks() -> None:
+    """Regression: of equally many modules of two classes the first were taken for the blocks, here the embeddings."""
+    model = Gpt()
+    del model.transformer.h[2:]  # type: ignore[union-attr, operator]
+    stages = nwise.split(model, 2, torch.zeros(2, 3, dtype=torch.long))
+    for heads in (nwise.heads.copied(stages), nwise.heads.shared(stages)):
+        assert [list(head.pieces()) for head in heads] == [["transformer.ln_f", "lm_head"]]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, about itself

@@ -45,7 +45,7 @@ class Way:
         ranks: number of processes.
         options: arguments of `nwise.Pipeline`.
         microbatches: number of micro-batches; default: 2.
-        killed: whether the processes are killed after half of the steps, and new ones resume. Default: False.
+        killed: whether new processes resume at half of the steps, after the first ones were killed. Default: False.
     """
 
     name: str
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Return the matrix: for each way and strategy the larger difference of both networks."""
+    """Return the matrix: for each way and strategy the larger difference of the two networks."""
     lines = [f"| weights after {STEPS} steps | {' | '.join(STRATEGIES)} |", "|---" * (1 + len(STRATEGIES)) + "|"]
     for way in dict.fromkeys(record["way"] for record in records):
         cells = []

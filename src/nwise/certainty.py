@@ -111,7 +111,7 @@ def confidence_of(
     if callable(rule):
         return logits, _in_range(rule(logits, as_argument(seen)) if _takes_two(rule) else rule(logits), logits, stage)
     known = dict(zip(names(seen) or called, seen, strict=False))
-    mask = known.get("decoder_attention_mask" if "encoder_hidden_states" in known else _MASK)
+    mask = known.get("decoder_attention_mask" if "decoder_input_ids" in known else _MASK)
     if rule in ("label", "labels"):
         if rule == "label" and logits[0].numel() > 1:
             raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
+from nwise.network.outline import ancestors, refuse_unknown
 
 
 class Chain(nn.Module):
@@ -77,24 +78,26 @@ def join(chains: Iterable[Chain]) -> Chain:
     return Chain({name: piece for chain in chains for name, piece in chain.pieces().items()})
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a sequence by name, a module in two places under both."""
-    if isinstance(module, Chain):
-        return module.pieces()
-    return {name: child for name, child in module._modules.items() if child is not None}
-
-
 def most_common(pieces: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the repeated blocks: the pieces of the most common class."""
-    if not pieces:
-        return []
-    [(kind, _)] = Counter(map(type, pieces.values())).most_common(1)
-    return [name for name, piece in pieces.items() if type(piece) is kind]
+    """Return the repeated blocks: the pieces of the most common class that has parameters, of equally many the largest."""
+    groups: dict[type, list[str]] = {}
+    for name, piece in pieces.items():
+        groups.setdefault(type(piece), []).append(name)
+    sizes = {
+        kind: sum(p.numel() for name in names for p in pieces[name].parameters()) for kind, names in groups.items()
+    }
+    kind = max(groups, key=lambda kind: (sizes[kind] > 0, len(groups[kind]), sizes[kind]))
+    return groups[kind]
 
 
 def group_pieces(pieces: Mapping[str, nn.Module], at: Sequence[str]) -> list[dict[str, nn.Module]]:
-    """Group the pieces by stage; a stage begins at every name in `at`, or at the first piece inside that module."""
+    """Group the pieces by stage; a stage begins at every name in `at`, or at the first piece inside that module.
+
+    Raises:
+        ValueError: unknown or unordered names.
+    """
     names = list(pieces)
+    refuse_unknown(at, [*names, *ancestors(names)])
     found = [next(i for i, name in enumerate(names) if f"{name}.".startswith(f"{begin}.")) for begin in at]
     starts = [0, *found]
     # The starts rise unless a name comes twice or too early, or is the first.

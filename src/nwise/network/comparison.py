@@ -118,7 +118,7 @@ def _results(model: nn.Module, run: Callable[[], Any]) -> dict[str, Tensor]:
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
     paths, _ = pytree.tree_flatten_with_path(run())
     outputs = {f"output{pytree.keystr(path)}": x for path, x in paths if isinstance(x, Tensor)}
-    # Weighted, because a plain sum has no gradient behind a softmax or a norm: cos(0), cos(1), ... no symmetry cancels.
+    # Weighted by cos(0), cos(1), ...: a plain sum has no gradient behind a softmax or a norm, and no symmetry cancels these.
     roots = [x for x in outputs.values() if x.requires_grad]
     weights = [torch.arange(x.numel(), device=x.device).cos().to(x.dtype).view(x.shape) for x in roots]
     grads = torch.autograd.grad(roots, list(learned.values()), weights, allow_unused=True) if roots and learned else ()

@@ -42,9 +42,9 @@ class Dependence(TorchFunctionMode):
         sized: names of values whose sizes Python has read.
     """
 
-    # By storage, so a view and what it is a view of have the same names, also after a change in place.
     def __init__(self) -> None:
         super().__init__()
+        # By storage: a view has the names of its base, also after a change in place.
         self._names: WeakKeyDictionary[torch.UntypedStorage, set[str]] = WeakKeyDictionary()
         self.counts = True
         self.read: set[str] = set()

@@ -32,7 +32,7 @@ from nwise.randomness import States, preserved, random_states, restoring
 from nwise.tensors import HIDDEN, values_of
 
 _MEMORY = "="  # marks names of modules and parameters among names of values
-# The network's outputs that its stages return, out of all that its forward returns.
+# Picks, from what a network's forward returns, what its last stage returns.
 Select = Callable[[Any], Any]
 
 
@@ -43,8 +43,8 @@ class ModuleCall:
     Args:
         module: the module's name; "" for the end of the network's forward.
         reads: inputs of the network, and outputs of earlier calls, on which its arguments depend.
-        uses: what has memory in one stage: the module itself unless it has none, and parameters of outer modules or of other
-            modules that the network's own code reads for the arguments.
+        uses: what its stage has to hold: the module if it has memory, and parameters of other modules that the network's own
+            code reads for the arguments.
         shapes: shapes of its arguments.
         output: what it returned, with tensors on the device meta.
     """
@@ -124,15 +124,13 @@ class CutRoute:
 
     Args:
         route: the route.
-        starts: numbers of the calls with which the later stages begin.
         stages: the stage of each call, by key.
         homes: the stage of each module with memory, and of each parameter of an outer module.
-        received: what of the inputs and outputs each stage receives, by the name under which it travels. The output with the
+        received: the inputs and outputs that each stage receives, by the names under which they travel. The output with the
             longest chain of calls behind it is the one at which heads look, so its name is ``hidden``.
     """
 
     route: Route
-    starts: Sequence[int]
     stages: dict[str, int]
     homes: dict[str, int]
     received: list[dict[str, str]]
@@ -154,7 +152,7 @@ def cut_route(route: Route, starts: Sequence[int]) -> CutRoute:
             first = homes.setdefault(name, stages[key])
             if first != stages[key]:
                 own = (
-                    "give each place its own (`nwise.untie`)"
+                    "make a copy for the other place (`nwise.untie` does, of a module with two names)"
                     if name == call.module
                     else "give this code its own parameter"
                 )
@@ -181,7 +179,7 @@ def cut_route(route: Route, starts: Sequence[int]) -> CutRoute:
                 f"A stage should read something that was made before it. Found that stage {k} reads nothing, or only "
                 "detached values."
             )
-    return CutRoute(route, starts, stages, homes, received)
+    return CutRoute(route, stages, homes, received)
 
 
 def follow(
@@ -237,9 +235,9 @@ class _Recorder:
         first = self._names.setdefault(module, name)
         if first != name:
             self.route.first[name] = first
-            return StandIn(name, {name: module}, name, self._run)
-        for parameter in module.parameters():
-            self.dependence.name(parameter, f"{_MEMORY}{name}")
+        else:
+            for parameter in module.parameters():
+                self.dependence.name(parameter, f"{_MEMORY}{name}")
         return StandIn(name, {name: module}, name, self._run)
 
     def begin(self, name: str, x: Any) -> Any:

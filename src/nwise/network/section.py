@@ -27,6 +27,10 @@ from nwise.network.outline import StandIn, has_memory, nothing, outline, skeleto
 from nwise.network.route import CutRoute, ModuleCall, Select, call_of, cut_route, shapes_of
 
 Shapes = Sequence[tuple[torch.Size, torch.Size]]
+_SAME_CALLS = (
+    "The network should call the modules that it called on `example`, as often and in that order: without a cache "
+    "(`use_cache=False` in the example) and without layers left out at random."
+)
 
 
 class _NextStage(BaseException):
@@ -157,10 +161,9 @@ class Section(nn.Module):
         called = any(call.module == first and cut.stages[k] == self._index for k, call in self._route.calls.items())
         home = cut.homes.get(first, 0) == self._index
         where: Any
+        # Each stage has a copy, perhaps on another device. The first stage saves the buffers.
         if first in self._route.free and self._index and has_memory(module):
-            module = copy.deepcopy(
-                module
-            )  # each stage has one, perhaps on another device, and the first stage saves its buffers
+            module = copy.deepcopy(module)
             hide_buffers(module)
         if first in self._route.free or called or (home and has_memory(module)):
             node = inside(self, path)
@@ -239,7 +242,7 @@ StageModule = Chain | Section  # what `nwise.split` returns
 
 
 def tail(stages: Sequence[Section], name: str) -> Section:
-    """Make a stage of the end of a network, from a module on, of which the stages hold the parts."""
+    """Make a stage of all that a network does from a module on; the stages hold its modules."""
     first = stages[0]
     route = first._route
     # Every module is registered in one stage at least, and a copy of one comes behind the original.
@@ -254,12 +257,6 @@ def tail(stages: Sequence[Section], name: str) -> Section:
                 module._parameters[key] = parameter
                 module._buffers.pop(key, None)  # what the first stage has in its place
     return Section(whole, cut_route(route, route.starts([name])), 1, first._select)
-
-
-_SAME_CALLS = (
-    "The network should call the modules that it called on `example`, as often and in that order: without a cache "
-    "(`use_cache=False` in the example) and without layers left out at random."
-)
 
 
 def _nothing(x: Any, shapes: Shapes, like: Tensor) -> Any:

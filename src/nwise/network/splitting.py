@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nwise._torch import has_hooks, is_compiled, uncompiled
 from nwise.checks import warn
-from nwise.network.chain import Chain, children_of, group_pieces
+from nwise.network.chain import Chain, group_pieces
 from nwise.network.comparison import refuse_difference
 from nwise.network.outline import ancestors, outer_names, refuse_unknown, repeated_blocks, too_few_blocks
 from nwise.network.route import Select, cut_route, follow, quiet
@@ -41,18 +41,19 @@ def split(
         model: the network.
         at: names of the modules at which a new stage begins, e.g. ``["3", "6"]`` or ``["transformer.h.4"]``, in the order in
             which the network calls them; or the number of stages, which get numbers of repeated blocks as equal as possible.
-        example: inputs of a small mini-batch, as for `Pipeline.step`: a tensor, or a tuple or dictionary of them. Of other
-            values in a dictionary, such as ``use_cache=False``, every step gets the same.
-        output: the entry of what the network returns that the last stage returns; default: ``"logits"`` if there is one, else all
-            tensors.
+        example: inputs of a small mini-batch, as for `Pipeline.step`: a tensor, or a tuple or dictionary of them. A dictionary
+            may have other values, such as ``use_cache=False``, which are the same in every step.
+        output: the entry of what the network returns that the last stage returns; default: ``"logits"`` if there is one, else
+            the entries that are tensors.
         check: whether to compare outputs and gradients of the stages with the network's on the example. Default: True.
 
     Returns:
         ``len(at) + 1`` stages, or `at` of them.
 
     Raises:
-        TypeError: a network with a forward of its own has no example.
-        ValueError: unknown or unordered names, a module in two stages, or stages that do not compute what the network does.
+        TypeError: `at` is neither names nor a number, or a network with a forward of its own has no example that fits.
+        ValueError: unknown or unordered names, a module in two stages, a network on the device meta, or stages that do not
+            compute what the network does.
 
     >>> [list(stage.pieces()) for stage in split(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), at=["2"])]
     [['0', '1'], ['2']]
@@ -73,7 +74,11 @@ def split(
         )
     model = uncompiled(model)
     device = next((p.device for p in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    if is_sequence(model, at):
+    if _is_sequence(model, at):
+        if output is not None:
+            raise ValueError(
+                f"`output` should be None for a sequence, which returns what its last module does. Found {output!r}."
+            )
         stages: Sequence[StageModule] = _chains(model, at)
         inputs: Tensors = () if example is None else as_tuple(example, "`example`")
         whole = partial(invoke, model, inputs)
@@ -99,12 +104,12 @@ def split(
 
 
 def cut_points(model: nn.Module, example: Any) -> list[str]:
-    """Return the names of the modules with parameters at which `split` can begin a stage, in order; blocks are not opened.
+    """Return the names of the modules at which `split` can begin a stage, in order; only plain sequences are opened.
 
     >>> cut_points(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())), None)
     ['1.0', '1.1']
     """
-    if is_sequence(model, 1):
+    if _is_sequence(model, 1):
         return list(_unrolled(model, lambda _: True))[1:]
     route = follow(model, outer_names(model, repeated_blocks(model, 2)), bind(model, example))
     used = [name for call in route.calls.values() for name in call.uses]
@@ -154,7 +159,7 @@ def bind(model: nn.Module, example: Any) -> dict[str, Any]:
     return given
 
 
-def is_sequence(model: nn.Module, at: Sequence[str] | int) -> bool:
+def _is_sequence(model: nn.Module, at: Sequence[str] | int) -> bool:
     """Return whether a network, and every module that a cut goes through, is a plain sequence of modules."""
     known = dict(model.named_modules(remove_duplicate=False))
     paths = {""} if isinstance(at, int) else ancestors(at) & known.keys()
@@ -178,13 +183,20 @@ def _chains(model: nn.Module, at: Sequence[str] | int) -> list[Chain]:
 def _unrolled(module: nn.Module, opens: Callable[[str], bool], prefix: str = "") -> dict[str, nn.Module]:
     """Return the modules of a sequence, in the place of a plain sequence inside it those of that one if `opens` says so."""
     pieces: dict[str, nn.Module] = {}
-    for name, child in children_of(module).items():
+    for name, child in _children_of(module).items():
         path = f"{prefix}{name}"
         if _is_plain(child) and opens(path):
             pieces.update(_unrolled(child, opens, f"{path}."))
         else:
             pieces[path] = child
     return pieces
+
+
+def _children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a sequence by name, a module in two places under both."""
+    if isinstance(module, Chain):
+        return module.pieces()
+    return {name: child for name, child in module._modules.items() if child is not None}
 
 
 def _sections(model: nn.Module, at: Sequence[str] | int, given: Mapping[str, Any], select: Select) -> list[Section]:
@@ -237,5 +249,5 @@ def selected(name: str | int | None, output: Any) -> Any:
         return {key: x for key, x in output.items() if isinstance(x, Tensor)}
     if isinstance(output, tuple | list):
         tensors = tuple(x for x in output if isinstance(x, Tensor))
-        return tensors if len(tensors) > 1 else tensors[0]
+        return tensors[0] if len(tensors) == 1 else tensors
     return output

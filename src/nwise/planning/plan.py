@@ -135,7 +135,7 @@ class Plan:
             cut = f"{len(stages)} stages" + (f" that begin at {', '.join(begins[1:])}" if begins[1:] else "")
             raise ValueError(
                 f"`placement` should be a plan for these stages. Found one for {count} stages that begin at "
-                f"{', '.join(self.at)}, and {cut}; cut the network with `nwise.split(model, at=plan.at)`."
+                f"{', '.join(self.at)}, and {cut}; cut the network with `nwise.split(model, plan.at, x)`."
             )
 
     def prices(self, num_ranks: int) -> tuple[Costs, Limit]:

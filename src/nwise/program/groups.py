@@ -27,13 +27,13 @@ def groups(
     found: list[Group] = []
     seen: set[nn.Parameter] = set()  # a head may share the network's output
     for named, given in ((network, options), (heads, head_options)):
+        own = [(name, parameter) for name, parameter in named if parameter not in seen]
+        seen |= {parameter for _, parameter in own}  # also of a part that is left out: another optimizer may have it
         if given is None:
             continue
         if "params" in given:
             raise ValueError("Options of a group should have no `params`, which are the pipeline's. Found some.")
         parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
-        own = [(name, parameter) for name, parameter in named if parameter not in seen]
-        seen |= {parameter for _, parameter in own}
         for name, parameter in own:
             parts[no_decay is not None and no_decay(name, parameter)].append(parameter)
         found.append({"params": parts[0], **given})

@@ -157,7 +157,7 @@ class Program(nn.Module):
     def gather(self, values: Tensor | Mapping[int, float]) -> Tensor:
         """Return a number of every stage in all processes, ``[A]``, float64 on the CPU; all processes call it together.
 
-        Afterwards nan means a head that did not run. A head that ran and whose loss is nan is warned of.
+        Afterwards nan means a head that did not run. It warns of a head that ran and has the loss nan.
 
         Args:
             values: the losses that `step` returned, or numbers by stage, of which those of `here` count.

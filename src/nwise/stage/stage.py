@@ -135,7 +135,8 @@ class Stage:
             if action.kind is Kind.FORWARD:
                 return self._forward(tape, given[None], frees)
             if action.kind in (Kind.HEAD, Kind.RECOMPUTE):
-                (self._run_head if action.kind is Kind.HEAD else self._rerun)(tape)
+                run = self._run_head if action.kind is Kind.HEAD else self._rerun
+                run(tape)
                 return ()
             tape.passes_left -= 1
             again = tape.passes_left > 0
@@ -151,7 +152,7 @@ class Stage:
                     tape.outputs = each(tape.outputs, _detach) if tape.head_left else ()
                     tape.tracked = False
             return gradients
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except Exception as error:
             if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
                 error.add_note(
                     f"nwise: in the forward of stage {self.index}, given {[list(x.shape) for x in tape.inputs]}"
