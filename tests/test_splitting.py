@@ -364,6 +364,12 @@ def test_a_rank_can_free_other_stages() -> None:
     gc.collect()
     assert gone() is None
     assert {n for n, _ in last.named_parameters()} == {"out.weight", "out.bias", "scale"}
+    blocks: Any = Gpt()
+    inner = weakref.ref(blocks.transformer.h[0].attn.c_attn.weight)
+    last = nwise.split(blocks, 2, torch.zeros(2, 3, dtype=torch.long))[-1]
+    del blocks
+    gc.collect()
+    assert inner() is None
 
 
 def test_every_value_is_in_the_state_dict_of_one_stage() -> None:
