@@ -372,6 +372,14 @@ def test_a_rank_can_free_other_stages() -> None:
     assert inner() is None
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_blocks_of_a_number_are_not_the_embeddings(stages: int) -> None:
+    """Regression: a dictionary of modules has two embeddings, at which two stages began."""
+    found = nwise.split(Gpt(), stages, torch.zeros(2, 3, dtype=torch.long))
+    starts = [f"transformer.h.{k * 4 // stages}" for k in range(1, stages)]
+    assert [next(iter(stage.pieces())) for stage in found[1:]] == starts
+
+
 def test_every_value_is_in_the_state_dict_of_one_stage() -> None:
     """Those that the network never reads are in the first."""
     model = UNet()

@@ -130,10 +130,10 @@ def repeated_blocks(model: nn.Module, count: int) -> list[str]:
     uniform: set[type] = set()
     for path, module in model.named_modules():
         members = dict(module.named_children())
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        kinds = set(map(type, members.values()))
-        if is_list and len(members) > 1 and len(kinds) == 1:
-            uniform |= kinds
+        one_kind = len(set(map(type, members.values()))) == 1
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) or (one_kind and isinstance(module, nn.ModuleDict))
+        if is_list and one_kind and len(members) > 1:
+            uniform.update(map(type, members.values()))
         depth = path.count(".") + bool(path)
         for key, child in members.items():
             if is_list or not type(child).__module__.startswith("torch.nn"):
