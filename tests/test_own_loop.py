@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import nwise
+from launch import results
+from ranks import frozen
+from ranks.common import batches
 
 
 def pipeline(strategy: str = "2-wise", **options: Any) -> nwise.Pipeline:
@@ -100,3 +104,35 @@ def test_a_parameter_that_a_head_shares_is_in_one_group() -> None:
     torch.optim.SGD(groups, lr=0.1)
     alone = [pipe.groups(network={}), pipe.groups(heads={})]
     assert [len(group["params"]) for groups in alone for group in groups] == [4, 0], "of two optimizers one has it"
+
+
+def plainly(name: str) -> dict[str, Tensor]:
+    """End-to-end gradients of a frozen network by plain autograd, in evaluation mode."""
+    stages, heads = frozen.network()
+    frozen.CASES[name](stages, heads)
+    x, y = batches(1)[0]
+    loss = nn.functional.cross_entropy(nn.Sequential(*stages).eval()(x), y)
+    loss.backward()
+    return {n: p.grad for n, p in nn.ModuleList(stages).named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", frozen.CASES)
+def test_frozen_parts_learn_nothing_and_pass_gradients_on(name: str) -> None:
+    stages, heads = frozen.network()
+    frozen.CASES[name](stages, heads)
+    pipe = nwise.Pipeline(stages, heads, strategy="end-to-end", num_microbatches=2).eval()
+    x, y = batches(1)[0]
+    pipe.step(x, target=y)
+    found = {n: p.grad for n, p in pipe.stages.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, plainly(name))
+    assert found
+    torch.optim.Adam(pipe.parameters())  # also of a network with frozen parameters
+
+
+def test_frozen_parts_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """Adapters in two of four stages, heads on a frozen trunk, and a stage without parameters, bit for bit."""
+    ranks = results(2, "frozen.py", tmp_path)
+    for name in frozen.CASES:
+        for strategy in frozen.STRATEGIES:
+            together = {n: bits for rank in ranks for n, bits in rank[f"{name} {strategy}"].items()}
+            assert together == frozen.trained(name, strategy), (name, strategy)
