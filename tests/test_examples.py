@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import nwise
-from launch import forked
+from launch import forked, results
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import by_hand
 import exits
 import quickstart
+import tiny
 import unet
 import unsupervised
 
@@ -48,6 +49,25 @@ def test_page_by_hand_has_the_lines_of_the_example() -> None:
     lines = (ROOT / "examples" / "by_hand.py").read_text().split(marks[0])[1].split(marks[1])[0].strip()
     assert lines.replace("  # noqa: D103", "") in (ROOT / "docs" / "by_hand.md").read_text()
     assert len([line for line in lines.splitlines() if line.strip()]) == 14
+
+
+def test_tiny_pipeline_is_that_of_the_library(tmp_path: Path) -> None:
+    """Four processes of a hundred lines, by four credit matrices, against one process of the library."""
+    ranks = results(4, "tiny.py", tmp_path)
+    for name in ranks[0]:
+        found = {what: torch.tensor(weight) for rank in ranks for what, weight in rank[name].items()}
+        stages, heads = zip(*(tiny.stage_and_head(k) for k in range(4)), strict=True)
+        modules = [*stages[:-1], torch.nn.Sequential(stages[-1], heads[-1])]
+        credit = nwise.Credit(tiny.credit_matrix(name, 4).tolist())
+        pipe = nwise.Pipeline(modules, list(heads[:-1]), strategy=credit)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for x, y in tiny.batches(5):
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {f"stage {k}": stages[k][0].weight.detach() for k in range(4)}
+        expected |= {f"head {k}": heads[k].weight.detach() for k in range(4)}
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_network_with_exits_saves_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
