@@ -314,3 +314,12 @@ def test_exported_network_answers_alike_and_needs_no_trainer(tmp_path: Path) -> 
         assert loaded(x).equal(exits.exit(pipe, x, threshold=thresholds).output)
     with pytest.raises(ValueError, match=r"`thresholds` should be of stages with a head, \[0\]. Found \[1\]"):
         EarlyExit(list(pipe.stages), {0: pipe.heads[0]}, {1: 0.5}, "classes")
+
+
+def test_positions_of_a_decoder_have_the_decoders_mask() -> None:
+    """Regression: exits looked for a name that no stage sends, and took the mask of the encoder."""
+    logits = torch.tensor([[[5.0, 0.0], [0.0, 0.0]]])
+    masks = {"attention_mask": torch.ones(1, 2), "decoder_attention_mask": torch.tensor([[1, 0]])}
+    seen = Named({"hidden": logits, "decoder_input_ids": torch.zeros(1, 2), **masks})
+    _, sure = confidence_of("tokens", logits, seen, 0)
+    assert torch.equal(sure, logits[:, 0].softmax(-1).amax(-1)), "the second position is padding"

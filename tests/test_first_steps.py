@@ -92,6 +92,16 @@ def test_torch_error_notes_name_the_stage(options: dict[str, Any]) -> None:
     assert getattr(error.value, "__notes__", []) == [f"nwise: in the forward of stage 1, given [[{size}, 8]]"]
 
 
+def test_any_error_of_a_forward_names_the_stage() -> None:
+    class Lookup(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return {"y": x}["z"]
+
+    with pytest.raises(KeyError, match="z") as error:
+        nwise.Pipeline([Lookup(3, 3)], None, strategy="end-to-end").step(torch.zeros(4, 3), target=Y)
+    assert getattr(error.value, "__notes__", []) == ["nwise: in the forward of stage 0, given [[4, 3]]"]
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
