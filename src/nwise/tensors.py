@@ -124,7 +124,7 @@ def values_of(tensors: Iterable[Tensor]) -> list[tuple[Callable[[Tensor], None],
 def put(x: Tensor, value: Tensor) -> None:
     """Give a tensor the values of another one, without a new version for autograd."""
     # An expanded tensor refuses a copy. As it cannot be written to in place either, it has its values already.
-    if x.layout is not torch.strided or 0 not in x.stride():
+    if x.layout is not torch.strided or x.is_meta or not torch.equal(x, value):
         x.data.copy_(value)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nwise.network.outline import ancestors, refuse_unknown
+from nwise.network.outline import ancestors, refuse_unknown, size_of
 
 
 class Chain(nn.Module):
@@ -83,9 +83,7 @@ def most_common(pieces: Mapping[str, nn.Module]) -> list[str]:
     groups: dict[type, list[str]] = {}
     for name, piece in pieces.items():
         groups.setdefault(type(piece), []).append(name)
-    sizes = {
-        kind: sum(p.numel() for name in names for p in pieces[name].parameters()) for kind, names in groups.items()
-    }
+    sizes = {kind: sum(size_of(pieces[name]) for name in names) for kind, names in groups.items()}
     kind = max(groups, key=lambda kind: (sizes[kind] > 0, len(groups[kind]), sizes[kind]))
     return groups[kind]
 

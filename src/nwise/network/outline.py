@@ -5,7 +5,7 @@ Of a network that is cut at ``model.layers.2``, the outer modules are the networ
     network    model    layers         lm_head            outer modules: copies, which run the network's own code
                embed    layers.0  ...                     all the others: stand-ins
 
-What happens when the code calls a stand-in is decided by whoever made it.
+The maker of a stand-in decides what its call does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StandIn(nn.Module):
 
     Args:
         name: the module's name in the network.
-        where: the dictionary that holds the module under `key`; whoever replaces it there replaces it here.
+        where: the dictionary that holds the module under `key`; a module that replaces it there replaces it here.
         key: its key.
         call: function that is called instead, with the name, the module and the arguments.
     """
@@ -44,7 +44,7 @@ class StandIn(nn.Module):
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the module and those inside it, so that the network's code finds parameters, for their device."""
+        """Iterate over the module and those inside it, so the network's code finds parameters and their device."""
         values = vars(self)
         return values["_where"][values["_key"]].named_modules(memo, prefix, remove_duplicate)
 
@@ -96,7 +96,7 @@ def outline(
 
 
 def skeleton(module: nn.Module) -> Any:
-    """Copy a module with nan in the place of its values: it has all attributes, and no memory."""
+    """Copy a module with nan instead of its values: the copy has all attributes and takes no memory."""
     tensors = {**module._parameters, **module._buffers}
     absent = {name: x if x is None else nothing(x) for name, x in tensors.items()}
     return _shallow(module, {}, absent, {name: x if x is None else skeleton(x) for name, x in module._modules.items()})
@@ -138,12 +138,12 @@ def repeated_blocks(model: nn.Module, count: int) -> list[str]:
         for key, child in members.items():
             if is_list or not type(child).__module__.startswith("torch.nn"):
                 found.setdefault(depth, {})[f"{path}.{key}".lstrip(".")] = child
-    least = _size(model) / 100
+    least = size_of(model) / 100
     most = 0
     for _, modules in sorted(found.items()):
         groups = [{kind} for kind in dict.fromkeys(map(type, modules.values()))] + [uniform]
         blocks = [[name for name, child in modules.items() if type(child) in kinds] for kinds in groups]
-        large = [names for names in blocks if sum(_size(modules[name]) for name in names) > least]
+        large = [names for names in blocks if sum(size_of(modules[name]) for name in names) > least]
         best = max(large, key=len, default=[])
         if len(best) >= count >= 1:
             return best
@@ -159,7 +159,8 @@ def too_few_blocks(blocks: int, count: int) -> ValueError:
     )
 
 
-def _size(module: nn.Module) -> int:
+def size_of(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
     return sum(p.numel() for p in module.parameters())
 
 

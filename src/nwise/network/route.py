@@ -216,12 +216,14 @@ def quiet(*modules: nn.Module) -> Iterator[None]:
 def buffers_of(modules: Iterable[nn.Module]) -> States:
     """Return the buffers of modules and their values, also of those that a forward replaces."""
     parts = [part for module in modules for part in module.modules()]
-    tensors = dict.fromkeys(x for part in parts for x in part._buffers.values() if x is not None)
+    found = dict.fromkeys(x for part in parts for x in part._buffers.values() if x is not None)
+    # No forward can write to an expanded tensor, such as what stands for a parameter of another stage.
+    tensors = [x for x in found if x.layout is not torch.strided or 0 not in x.stride()]
     return [*((part._buffers.update, dict(part._buffers)) for part in parts), *values_of(tensors)]
 
 
 class _Recorder:
-    """Runs modules in the place of stand-ins, and notes the calls."""
+    """Runs the modules behind stand-ins, and records the calls."""
 
     def __init__(self, outer: frozenset[str], example: Mapping[str, Any]) -> None:
         self.route = Route({name: _on_meta(x) for name, x in example.items()}, outer)

@@ -74,6 +74,8 @@ class Section(nn.Module):
         self._select = select
         self._cut = cut
         self._index = index
+        mine = [call.module for key, call in self._route.calls.items() if cut.stages[key] == index]
+        self._called = dict.fromkeys(name for name in mine if name)  # in order
         self._run: _Run | None = None
         self._mode: bool | None = None  # the mode of the modules that are not registered
         self._absent: list[nn.Module] = []
@@ -90,8 +92,7 @@ class Section(nn.Module):
 
     def pieces(self) -> dict[str, nn.Module]:
         """Return the modules that the stage calls, by name, in order."""
-        mine = [call.module for key, call in self._route.calls.items() if self._cut.stages[key] == self._index]
-        return {name: self.get_submodule(name) for name in mine if name}
+        return {name: self.get_submodule(name) for name in self._called}
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
         route = self._route
@@ -158,14 +159,13 @@ class Section(nn.Module):
         cut = self._cut
         first = self._route.first.get(name, name)
         path, _, key = name.rpartition(".")
-        called = any(call.module == first and cut.stages[k] == self._index for k, call in self._route.calls.items())
         home = cut.homes.get(first, 0) == self._index
         where: Any
         # Each stage has a copy, perhaps on another device. The first stage saves the buffers.
         if first in self._route.free and self._index and has_memory(module):
             module = copy.deepcopy(module)
             hide_buffers(module)
-        if first in self._route.free or called or (home and has_memory(module)):
+        if first in self._route.free or first in self._called or (home and has_memory(module)):
             node = inside(self, path)
             node.add_module(key, module)
             where = node._modules
@@ -219,7 +219,7 @@ class Section(nn.Module):
         return pytree.tree_map(lambda x: x.clone() if next(names) in self._route.changed else x, output)
 
     def _received(self, key: str, call: ModuleCall, run: _Run, now: Sequence[torch.Size]) -> Any:
-        """Return the outputs of a call; those of an earlier stage that nobody reads any more have no values."""
+        """Return the outputs of an earlier stage's call: those that a later module reads, and nothing instead of the others."""
         shapes = [*zip(call.shapes, now, strict=False)]
         numbers = count()
 
@@ -260,7 +260,7 @@ def tail(stages: Sequence[Section], name: str) -> Section:
 
 
 def _nothing(x: Any, shapes: Shapes, like: Tensor) -> Any:
-    """Return nan, or zero of whole numbers, in the place of a tensor; other values as they are.
+    """Return nan, or zero of whole numbers, instead of a tensor; other values as they are.
 
     Args:
         x: a tensor as it was on the example.

@@ -181,7 +181,7 @@ def _chains(model: nn.Module, at: Sequence[str] | int) -> list[Chain]:
 
 
 def _unrolled(module: nn.Module, opens: Callable[[str], bool], prefix: str = "") -> dict[str, nn.Module]:
-    """Return the modules of a sequence, in the place of a plain sequence inside it those of that one if `opens` says so."""
+    """Return the modules of a sequence; `opens` says which plain sequences inside it give way to their own modules."""
     pieces: dict[str, nn.Module] = {}
     for name, child in _children_of(module).items():
         path = f"{prefix}{name}"
