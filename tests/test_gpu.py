@@ -17,7 +17,6 @@ from nwise.app.training import Trainer
 from nwise.capturing import capture
 from nwise.capturing.capture import Capture
 from nwise.compression import named
-from nwise.planning.allocation import allocated
 from recorder import CpuGraphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else os.environ.get("NWISE_REHEARSE", "")
@@ -94,15 +93,6 @@ def test_compressed_messages_and_exits(compress: str) -> None:
     answers = exits.exit(pipe, torch.randn(5, 8, device=DEVICE), threshold=0.3, confidence="classes")
     assert answers.output.shape == (5, 8)
     assert answers.output.device.type == DEVICE
-
-
-def test_memory_by_hand() -> None:
-    def run(_: object) -> Tensor:
-        x = torch.empty(1 << 20, device=DEVICE)
-        return x + x
-
-    memory = allocated(run, torch.device(DEVICE))
-    assert (memory.kept, memory.peak) == (4 << 20, 8 << 20)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

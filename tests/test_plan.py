@@ -287,12 +287,11 @@ def test_profile_measures_each_piece() -> None:
         assert all(piece.forward > 0 and piece.head > 0 and piece.update > 0 for piece in pieces)
         assert pieces[0].input_grad == 0 < pieces[1].input_grad  # nobody wants the gradient of the data
         assert [piece.message_bytes for piece in pieces] == [size * 32 * 4] * 3 + [size * 10 * 4]
-        # Linear keeps its input, which is the output of the piece before, and ReLU its output. Parameters and two moments are 3
-        # copies; the gradients come and go.
-        assert pieces[1].activation_bytes == 0
-        assert pieces[1].fixed_bytes == 3 * (32 * 32 + 32) * 4
-        assert pieces[1].gradient_bytes == (32 * 32 + 32) * 4
-        assert pieces[1].head_bytes == 3 * (32 * 10 + 10) * 4
+        # Linear keeps its input, which belongs to the piece before, and ReLU its output. Parameters, gradients and two moments
+        # are 4 copies.
+        assert pieces[1].activation_bytes == size * 32 * 4
+        assert pieces[1].fixed_bytes == 4 * (32 * 32 + 32) * 4
+        assert pieces[1].head_bytes == 4 * (32 * 10 + 10) * 4
         assert pieces[-1].head_bytes == 0
     costs = stage_costs(found.pieces[4], [0, 1, 2], [find_flow(nwise.NWise(2).credit(3))], latency=0.1)
     assert costs.latency == 0.1

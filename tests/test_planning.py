@@ -104,18 +104,17 @@ def test_memory_moves_blocks_to_another_device() -> None:
 def test_search_finds_a_cut_that_fits_if_there_is_one(seed: int) -> None:
     """Regression: the search knew one order of actions, made without a limit, and gave up although others fitted."""
     numbers = random.Random(seed)
-    drawn = [[numbers.uniform(1, 20) for _ in range(6)] for _ in range(5)]
+    drawn = [[numbers.uniform(1, 20) for _ in range(4)] for _ in range(5)]
     pieces = [
         Piece(
             *(str(i), f, f, f, 0, 0),
             activation_bytes=size,
             message_bytes=out / 4,
             fixed_bytes=fixed,
-            gradient_bytes=gradient,
         )
-        for i, (f, size, out, fixed, gradient, _) in enumerate(drawn)
+        for i, (f, size, out, fixed) in enumerate(drawn)
     ]
-    needed = sum(p.fixed_bytes + p.gradient_bytes + p.activation_bytes for p in pieces) / 2
+    needed = sum(p.fixed_bytes + p.activation_bytes for p in pieces) / 2
     devices = as_devices([nwise.Device(1, needed * 0.9), nwise.Device(2, needed * 1.15)])
     one = Search(pieces, nwise.EndToEnd(), 4, devices, 2, {})
     periods = []
@@ -242,7 +241,7 @@ def test_plan_in_words() -> None:
     assert texts == [str(made)]
     lines = texts[0].splitlines()
     assert lines[0].startswith(f"2 devices, 2-wise-mean, M = {made.num_microbatches}: ")
-    assert lines[0].endswith(" times as fast as stages with equal numbers of blocks")
+    assert lines[0].endswith(" a step expected")
     assert lines[1].split() == ["device", "speed", "stages", "busy", "memory"]
     assert "0 from the start" in texts[0]
     assert " of 95 MiB" in texts[0]

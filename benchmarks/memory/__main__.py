@@ -2,7 +2,7 @@
 
 import tyro
 
-from benchmarks.memory.run import measure, predict, show, speed
+from benchmarks.memory.run import measure, show, speed
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"measure": measure, "predict": predict, "speed": speed, "show": show})
+    tyro.extras.subcommand_cli_from_dict({"measure": measure, "speed": speed, "show": show})

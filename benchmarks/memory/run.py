@@ -1,26 +1,26 @@
-"""Memory of a training step on one device: predicted from measured pieces, and measured; and its speed.
+"""Memory of a training step on one device, and its speed.
 
-    python -m benchmarks.memory measure --network gpt      # ten minutes
-    python -m benchmarks.memory predict --network gpt      # once more, after a change of the planner
+    python -m benchmarks.memory measure --network gpt      # minutes
     python -m benchmarks.memory speed --network gpt        # on a quiet machine
     python -m benchmarks.memory show
 
 `measure` writes ``records/<network>.jsonl``, with a line for each strategy, remedy and number of micro-batches, and `speed` adds
-samples per second. Measured bytes are those of torch's allocator, from its own events: the peak of the second step, with
-parameters and optimizer. `show` writes tables.md, and a figure of the
-records that have a speed.
+samples per second. Measured bytes are those of torch's allocator: the peak of the second step, with parameters and optimizer.
+`show` writes tables.md, and a figure of the records that have a speed.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import multiprocessing
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -29,25 +29,17 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from nwise.app.data import Images, Tokens
 from nwise.app.recipes import Adam, ConvNet, EmbeddedText, Gpt, Recipe, ResNet
 from nwise.app.report.figures import MARKERS, method_colour
-from nwise.app.training import make_loss, make_optimizer, make_pipeline, measurable, parameter_groups
+from nwise.app.training import make_loss, make_optimizer, parameter_groups
 from nwise.checks import check_at_least
 from nwise.machine import processor
 from nwise.network import Chain
 from nwise.pipeline import Pipeline
-from nwise.planning.allocation import allocated
-from nwise.planning.partitions import Piece, stage_costs
-from nwise.planning.profiling import Profile, profile
-from nwise.schedule.ages import strategy_ages
-from nwise.schedule.find import method_flows
-from nwise.schedule.memory import peak_bytes
-from nwise.schedule.named import choose
-from nwise.schedule.recompute import recomputing
-from nwise.strategies import strategy as parse
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -185,34 +177,20 @@ def wrap(stage: Chain, remedy: str) -> Chain:
     return Chain({name: wrapper(block) for name, block in stage.pieces().items()})
 
 
-def profiles(
-    config: Recipe, data: Images | Tokens, microbatches: Sequence[int], device: torch.device
-) -> dict[str, Profile]:
-    """Measure the pieces of the network as they are and, by remedy, with every block wrapped."""
-    network = measurable(config, data, device)
-    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {"plain": lambda block: block, **WRAPPERS}
-    result = {}
-    for remedy, wrapper in wrappers.items():
-        pieces = {name: wrapper(piece) for name, piece in network.pieces.items()}
-        result[remedy] = profile(replace(network, pieces=pieces), microbatches, rounds=1)
-    return result
-
-
 def build_nwise(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
-    """Build a pipeline."""
-    config = replace(
-        config,
-        strategy=cell.strategy,
-        microbatches=cell.microbatches,
-        recompute=cell.remedy == "recompute stages",
-        heads="live",
+    """Build a pipeline with the heads that its strategy trains."""
+    model = config.build(data)
+    stages = [stage for stage in model.stages if isinstance(stage, Chain)]
+    pipe = Pipeline(
+        [wrap(stage, cell.remedy) for stage in stages] if cell.remedy in WRAPPERS else stages,
+        model.heads,
+        make_loss(data),
+        cell.strategy,
+        cell.microbatches,
         schedule=cell.order,
+        recompute=cell.remedy == "recompute stages",
+        checks="never",  # batch norm counts the second forward of a block that runs again
     )
-    pipe: Pipeline = make_pipeline(config, data, config.phases(1)[0][1])
-    if cell.remedy in WRAPPERS:
-        for k, stage in enumerate(pipe.stages):
-            assert isinstance(stage, Chain)
-            pipe.stages[k] = wrap(stage, cell.remedy)
     for k in set(range(len(pipe.stages) - 1)) - pipe.needed_heads():
         del pipe.heads[str(k)]
     optimizer = make_optimizer(config.optimizer, parameter_groups(pipe.to(config.device), config.optimizer.lr))
@@ -242,49 +220,30 @@ def build(cell: Cell, config: Recipe, data: Images | Tokens) -> Training:
     return (build_nwise if cell.framework == "nwise" else build_torch)(cell, config, data)
 
 
+def peak(run: Callable[[], object], device: str) -> int:
+    """Run a function and return the most bytes that its device's allocator gave away at once, beyond those before it."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    # The allocator of the CPU has no statistics, but the profiler's traces have every allocation.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(accumulate((size for _, size in changes), initial=0))
+
+
 def measure_peak(cell: Cell, config: Recipe, data: Images | Tokens) -> int:
     """Measure the peak of the second step; the first one makes the optimizer's state."""
     training = build(cell, config, data)
     training.step()
-    return training.num_bytes + allocated(lambda _: training.step(), torch.device(config.device)).peak
-
-
-def resident(network: Network, cell: Cell, threads: int) -> int:
-    """Return the most resident memory of a fresh process during four steps, above what it had before it built the network."""
-    torch.set_num_threads(threads)
-    config, data = recipe(network)
-    build(Cell("torch", "local", "plain", 1), replace(config, batch_size=2), data).step()  # loads what torch loads late
-    # 5 resets the largest resident memory, `VmHWM`.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    training = build(cell, config, data)
-    for _ in range(4):
-        training.step()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    """Return an entry of this process's status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return 1024 * int(line.split()[1])
-
-
-def predict_peak(cell: Cell, pieces: Sequence[Piece], starts: Sequence[int], batch: int) -> float:
-    """Predict the peak from the sizes of the pieces.
-
-    Args:
-        cell: the way to train.
-        pieces: sizes of the network's pieces for a micro-batch.
-        starts: index of the first piece of every stage.
-        batch: bytes of the mini-batch.
-    """
-    flows = method_flows(cell.strategy, len(starts), cell.microbatches)
-    costs = stage_costs(pieces, starts, [turn[0] for turn in flows])
-    ranks = (0,) * len(starts)
-    rule = parse(cell.strategy)
-    schedule = choose(cell.order, flows, ranks, strategy_ages(rule, flows))
-    schedule = recomputing(schedule) if cell.remedy == "recompute stages" else schedule
-    return peak_bytes(schedule.with_costs(costs))[0] + batch
+    return training.num_bytes + peak(training.step, config.device)
 
 
 def cells(microbatches: Sequence[int]) -> Iterator[Cell]:
@@ -323,76 +282,25 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(
-    network: Network,
-    microbatches: tuple[int, ...] = (1, 2, 4, 8),
-    remedies: tuple[Remedy, ...] = get_args(Remedy),
-    threads: int = 2,
-    device: str = "cpu",
-) -> None:
-    """Measure the memory of a network and write its records.
+def measure(network: Network, microbatches: tuple[int, ...] = (1, 2, 4, 8), device: str = "cpu") -> None:
+    """Measure the memory of a network and write its records; speeds of earlier ones stay.
 
     Args:
         network: which network.
         microbatches: numbers of micro-batches.
-        remedies: which remedies; records of others stay.
-        threads: of torch.
         device: cpu or cuda.
     """
-    torch.set_num_threads(threads)
     config, data = recipe(network)
     config = replace(config, device=device)
-    console = Console(stderr=True)
-    profiled = profiles(config, data, microbatches, torch.device(device))
-    x, y = data.batch(torch.arange(config.batch_size))
-    all_cells = [cell for cell in cells(microbatches) if cell.remedy in remedies]
     path = records_path(network, device)
-    old = [json.loads(line) for line in path.open()] if path.exists() else []
-    records = []
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nwise.training"])
-    for cell in track(all_cells, "memory", console=console):
-        record: dict[str, Any] = {
-            "network": network,
-            **asdict(cell),
-            "measured_bytes": measure_peak(cell, config, data),
-        }
-        if cell.microbatches == 1 and device == "cpu":  # a fresh process takes seconds
-            with context.Pool(1) as pool:
-                record["resident_bytes"] = pool.apply(resident, (network, cell, threads))
-        if cell.framework == "nwise":
-            sizes = profiled.get(cell.remedy, profiled["plain"])
-            pieces = sizes.pieces[cell.microbatches]
-            record["predicted_bytes"] = predict_peak(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
-        records.append(record)
+    known = {cell_of(record): record for record in (map(json.loads, path.open()) if path.exists() else ())}
     name = processor() if device == "cpu" else torch.cuda.get_device_name()
-    machine = {"threads": threads, "torch": torch.__version__, "processor": name}
-    others = [record for record in old if record["remedy"] not in remedies]
-    write(path, [*others, *({**record, **machine} for record in records)])
-
-
-def predict(network: Network, threads: int = 2, device: str = "cpu") -> None:
-    """Predict all records once more, as after a change of the planner.
-
-    Args:
-        network: which network.
-        threads: of torch.
-        device: cpu or cuda.
-    """
-    torch.set_num_threads(threads)
-    config, data = recipe(network)
-    config = replace(config, device=device)
-    path = records_path(network, device)
-    records = [json.loads(line) for line in path.open()]
-    counts = sorted({record["microbatches"] for record in records})
-    profiled = profiles(config, data, counts, torch.device(device))
-    x, y = data.batch(torch.arange(config.batch_size))
-    for record in records:
-        if record["framework"] == "nwise":
-            cell = Cell(**{field.name: record[field.name] for field in fields(Cell)})
-            sizes = profiled.get(cell.remedy, profiled["plain"])
-            pieces = sizes.pieces[cell.microbatches]
-            record["predicted_bytes"] = predict_peak(cell, pieces, sizes.starts, x.nbytes + y.nbytes)
+    machine = {"torch": torch.__version__, "processor": name}
+    records = []
+    for cell in track(list(cells(microbatches)), "memory", console=Console(stderr=True)):
+        found = {"network": network, **asdict(cell), "measured_bytes": measure_peak(cell, config, data), **machine}
+        timed = known.get(cell, {})
+        records.append(found | {name: timed[name] for name in ("samples_per_second", "threads") if name in timed})
     write(path, records)
 
 
@@ -410,12 +318,17 @@ def speed(network: Network, rounds: int = 5, threads: int = 2, device: str = "cp
     config, data = recipe(network)
     config = replace(config, device=device)
     records = [json.loads(line) for line in records_path(network, device).open()]
-    names = [field.name for field in fields(Cell)]
-    all_cells = [Cell(**{name: record[name] for name in names}) for record in records]
+    all_cells = list(map(cell_of, records))
     rates = samples_per_second(all_cells, config, data, rounds)
     for cell, record in zip(all_cells, records, strict=True):
+        record["threads"] = threads
         record["samples_per_second"] = statistics.quantiles(rates[cell], n=4, method="inclusive")
     write(records_path(network, device), records)
+
+
+def cell_of(record: dict[str, Any]) -> Cell:
+    """Return the cell of a record."""
+    return Cell(**{field.name: record[field.name] for field in fields(Cell)})
 
 
 def records_path(network: Network, device: str) -> Path:
@@ -447,19 +360,18 @@ def show() -> None:
     records = {path.stem: [json.loads(line) for line in path.open()] for path in paths}
     lines = ["# Tables, written by run.py", ""]
     for name, rows in records.items():
-        lines += [f"## {name}", "", "MiB of torch's allocator; predicted / measured; samples per second.", ""]
+        lines += [f"## {name}", "", "MiB at the peak of a step; samples per second.", ""]
         counts = sorted({row["microbatches"] for row in rows})
         lines += ["| way to train | " + " | ".join(f"M = {m}" for m in counts) + " |", "|---" * (1 + len(counts)) + "|"]
         by_way: dict[str, dict[int, str]] = {}
         for row in rows:
             way = f"{'autograd' if row['framework'] == 'torch' else row['strategy']}, {row['remedy']}"
-            ratio = f" ({row['predicted_bytes'] / row['measured_bytes']:.3f})" if "predicted_bytes" in row else ""
             speed = f", {row['samples_per_second'][1]:.0f}/s" if "samples_per_second" in row else ""
-            by_way.setdefault(way, {})[row["microbatches"]] = f"{row['measured_bytes'] / 2**20:.0f}{ratio}{speed}"
+            by_way.setdefault(way, {})[row["microbatches"]] = f"{row['measured_bytes'] / 2**20:.0f}{speed}"
         lines += [f"| {way} | " + " | ".join(cells[m] for m in counts) + " |" for way, cells in by_way.items()]
         one = rows[0]
-        threads = f"{one['threads']} thread" + ("s" if one["threads"] > 1 else "")
-        lines += ["", f"{threads}, {one['processor']}, torch {one['torch']}.", ""]
+        threads = f"Speeds of {one['threads']} thread(s). " if "threads" in one else ""
+        lines += ["", f"{threads}{one['processor']}, torch {one['torch']}.", ""]
     (HERE / "tables.md").write_text("\n".join(lines))
 
     on_cpu = {name: records[name] for name in get_args(Network) if name in records}

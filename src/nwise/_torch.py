@@ -21,7 +21,6 @@ No other file has a private name of torch (`tests/test_house.py`), so a new vers
     TorchDispatchMode    utils._python_dispatch                     none
     pytree               utils._pytree                              none, and transformers registers its outputs there
     hide_buffers         Module._non_persistent_buffers_set         none for a buffer that is registered already
-    memory_changes       profiler.kineto_results                    Chrome traces, through a file
 
 `Module._modules`, `_parameters`, `_buffers` and `_apply` are used by many projects and may stand in other files.
 """
@@ -40,7 +39,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
-from torch.profiler import profile
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operator of a body
 
@@ -223,17 +221,3 @@ def compiler_settings() -> Any:
 def tracer_settings() -> Any:
     """Return the settings of the part of the compiler that reads Python, such as ``recompile_limit``."""
     return torch._dynamo.config
-
-
-def memory_changes(profiler: profile, mark: str) -> list[int]:
-    """Return the bytes that were allocated, or freed if negative, one by one since the beginning of a `record_function`.
-
-    Args:
-        profiler: profiler of memory that has ended.
-        mark: name of the `record_function`.
-    """
-    inner: Any = profiler.profiler
-    events = inner.kineto_results.events()
-    begin = next(event.start_ns() for event in events if event.name() == mark)
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return [size for when, size in sorted(changes, key=lambda change: change[0]) if when >= begin]

@@ -33,7 +33,6 @@ import os
 import platform
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -67,12 +66,6 @@ def choose_gpu(index: int) -> None:
     """
     if not torch.cuda.is_initialized():
         torch.cuda.set_device(index)
-
-
-def silence_profiler() -> None:
-    """Keep torch's profiler from announcing that it starts and stops, and torch 2.11 from warning that it keeps one cycle."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
 
 
 def _share_cores(local_ranks: int) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from operator import add, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,15 +29,9 @@ class Piece:
         head: time of forward, loss and backward of a head after the piece; for the last piece, of the loss.
         update: time of the update of its parameters; default: 0.
         message_bytes: size of its output; default: 0.
-        activation_bytes: memory from its forward to its last pass, without its output; default: 0.
-        held_bytes: the part of its output that its own last pass needs, as that of a ReLU does; default: 0.
-        released_bytes: the part of its input that none of its passes needs; default: 0.
-        cotangent_bytes: memory of the cotangents that an I keeps for its W; default: 0.
-        gradient_bytes, head_gradient_bytes: gradients of its parameters, and of those of a head after it; default: 0.
-        weight_bytes: size of parameters; default: 0.
-        fixed_bytes, head_bytes: parameters and optimizer state of the piece, and of a head after it; default: 0.
-        scratch_bytes, head_peak_bytes, update_peak_bytes: peak memory as in `Costs`; default: 0.
-        peak_bytes: peak memory of the pass to its weights, or to its input if it has none; default: 0.
+        activation_bytes: memory from its forward to its last pass, its output included; default: 0.
+        weight_bytes: size of its parameters; default: 0.
+        fixed_bytes, head_bytes: parameters, gradients and optimizer state of the piece, and of a head after it; default: 0.
         learns: whether it has parameters to train; default: True.
     """
 
@@ -51,18 +44,9 @@ class Piece:
     update: float = 0.0
     message_bytes: float = 0.0
     activation_bytes: float = 0.0
-    held_bytes: float = 0.0
-    released_bytes: float = 0.0
-    cotangent_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    head_gradient_bytes: float = 0.0
     weight_bytes: float = 0.0
     fixed_bytes: float = 0.0
     head_bytes: float = 0.0
-    scratch_bytes: float = 0.0
-    peak_bytes: float = 0.0
-    head_peak_bytes: float = 0.0
-    update_peak_bytes: float = 0.0
     learns: bool = True
 
 
@@ -81,7 +65,7 @@ def pieces_of(costs: Costs, num_stages: int, parts: int = 1) -> list[Piece]:
     costs = costs.cut_in(parts)
     values: dict[str, Any] = {name: costs.per_stage(name, size) for name in ROWS}
     chains = [share * time for share, time in zip(values["chain_share"], values["input_grad"], strict=True)]
-    values |= {"chain": tuple(chains), "peak_bytes": values["weight_grad_peak_bytes"]}
+    values |= {"chain": tuple(chains)}
     known = [field.name for field in fields(Piece) if field.name in values]
     return [
         Piece(f"{i / size:.0%}".replace("%", " %"), **{name: values[name][i] for name in known}) for i in range(size)
@@ -144,57 +128,13 @@ def stage_costs(pieces: Sequence[Piece], starts: Sequence[int], flows: Sequence[
     # The chain from the output to the first piece's weights goes through all other pieces and a part of the first.
     chains = [stage[0].chain + sum(piece.input_grad for piece in stage[1:]) for stage in stages]
     through = [sum(piece.input_grad for piece in stage) for stage in stages]
-    given = [pieces[start - 1].message_bytes if start else 0.0 for start in starts]
     costs: dict[str, Any] = {
         "chain_share": [min(1.0, c / t) if t else 0.0 for c, t in zip(chains, through, strict=True)],
-        "output_bytes": [stage[-1].message_bytes for stage in stages],
-        "weight_grad_peak_bytes": list(map(_peak, stages)),
-        "both_peak_bytes": list(map(_peak, stages, given)),
-        "input_grad_peak_bytes": [_input_grad_peak(pieces, a, b) for a, b in zip(starts, ends, strict=True)],
     }
-    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "largest": max, "last": itemgetter(-1)}
+    combine: dict[str, Callable[[list[float]], float]] = {"sum": sum, "last": itemgetter(-1)}
     for name, row in ROWS.items():
         if name not in costs and row.pieces != "link":
             costs[name] = [combine[row.pieces]([getattr(piece, name) for piece in stage]) for stage in stages]
     for k, stage in enumerate(stages):
-        costs["activation_bytes"][k] += sum(_kept_inside(stage))
         costs["fixed_bytes"][k] += heads[k] * stage[-1].head_bytes
     return Costs(**costs, **links)
-
-
-def _kept_inside(pieces: Sequence[Piece]) -> list[float]:
-    """Return, for every piece but the last, the bytes of its output that it or the next piece keeps for its passes."""
-    return [
-        piece.message_bytes - min(after.released_bytes, piece.message_bytes - piece.held_bytes)
-        for piece, after in pairwise(pieces)
-    ]
-
-
-def _peak(pieces: Sequence[Piece], given: float = 0.0) -> float:
-    """Return the peak memory of a W, or of a B that makes a gradient to the stage's input of `given` bytes, too."""
-    # The pass goes from the last piece to the first. `change` is the memory in use compared with the start of the pass: each
-    # piece frees its activations, and leaves gradients of its parameters.
-    #
-    #     piece 0           piece 1           piece 2  <-- the pass begins
-    #              stays[0]          stays[1]              an output between two pieces, freed with the later piece
-    change = peak = 0.0
-    stays = _kept_inside(pieces)
-    for i in reversed(range(len(pieces))):
-        # The gradient to its output, and later that to its input.
-        above = pieces[i].message_bytes
-        below = pieces[i - 1].message_bytes if i else given
-        own = pieces[i].peak_bytes + (max(above, below) if i < len(stays) else below)
-        if i < len(stays):
-            change -= stays[i]
-            own += pieces[i].held_bytes
-        peak = max(peak, change + own)
-        change += pieces[i].gradient_bytes - pieces[i].activation_bytes
-    return peak
-
-
-def _input_grad_peak(pieces: Sequence[Piece], start: int, end: int) -> float:
-    """Return the peak memory of an I, which frees nothing, because another pass follows: a piece's cotangents at every layer."""
-    given = [0.0, *(piece.message_bytes for piece in pieces)]
-    made = [*given[start + 1 : end], 0.0]  # the cotangent of a piece's output, inside the stage
-    own = (piece.cotangent_bytes + given[i] for i, piece in enumerate(pieces[start:end], start))
-    return max(map(add, made, own)) if start else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import isfinite
 from typing import Any
 
 from nwise.flow import flows_for
@@ -38,7 +38,6 @@ class Plan:
         strategy: name of the strategy, of one of `nwise.schedule.BASELINES`, or `ALONE`.
         schedule: the schedule, with the expected time of a step and the bytes of every device.
         measured: the costs of every module, in seconds; None if costs were given. Then all times are in their unit.
-        equal: expected time of a step with equal numbers of blocks in every stage; default: nan, none is known.
     """
 
     at: tuple[str, ...]
@@ -47,7 +46,6 @@ class Plan:
     strategy: str
     schedule: Schedule
     measured: Profile | None = None
-    equal: float = nan
 
     @property
     def num_microbatches(self) -> int:
@@ -108,8 +106,6 @@ class Plan:
             f"{len(self.devices)} device{several}, {self.strategy}{same}, M = {self.num_microbatches}: "
             f"{self.show(self.seconds)} a step expected"
         )
-        if isfinite(self.equal):
-            title += f", {self.equal / self.seconds:.2f} times as fast as stages with equal numbers of blocks"
         if self.measured is not None and self.measured.spread > _NOISE:
             spread = f"{100 * self.measured.spread:.0f} %"
             title += f". Measurements differ by {spread}: measure on an idle machine, or with more `rounds`"

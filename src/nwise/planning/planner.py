@@ -171,7 +171,6 @@ def plan(
         result = compare(source, rules, num_stages, bar)
     else:
         result = source.plan(rules[0].name, rules[0], source.pieces(num_stages), num_stages, progress=bar)
-        result = replace(result, equal=source.equal(rules[0], num_stages))
     if report is not None and shown:
         report(str(result))
     return result

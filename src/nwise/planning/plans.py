@@ -114,9 +114,8 @@ class Plans:
     def __str__(self) -> str:
         several = "s" if len(self.devices) > 1 else ""
         chosen = self.recommended
-        measured = self.plans[0].measured
-        # All sizes in memory are known if they were measured, or if a limit asked for them.
-        sizes = limits(self.devices) is not None or (measured is not None and measured.has_sizes)
+        # Costs that were given have sizes if a limit asked for them.
+        sizes = limits(self.devices) is not None or self.plans[0].measured is not None
         rows = [
             ["method", "M", "time" if chosen.measured is None else "ms", "speed", "bound", "held", *(["MiB"] * sizes)]
         ]

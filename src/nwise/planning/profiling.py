@@ -13,19 +13,19 @@ import timeit
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from nwise._torch import BatchNorm
 from nwise.checks import check_at_least
 from nwise.flow import find_flow
 from nwise.losses import explain
 from nwise.microbatch import Batch
-from nwise.planning.allocation import allocated
 from nwise.planning.partitions import Piece
-from nwise.planning.sizes import PieceSizes, head_sizes
 from nwise.schedule.actions import Action, Kind
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Tape
@@ -94,11 +94,6 @@ class Profile:
         times = (m * (p.forward + p.input_grad + p.weight_grad) for m, pieces in self.pieces.items() for p in pieces)
         return sum(times)
 
-    @property
-    def has_sizes(self) -> bool:
-        """Whether all sizes in memory were measured."""
-        return any(piece.peak_bytes for pieces in self.pieces.values() for piece in pieces)
-
     def as_json(self) -> dict[str, Any]:
         """Return the profile as plain values."""
         return asdict(self)
@@ -115,7 +110,6 @@ def profile(
     microbatches: int | Sequence[int] | None = None,
     *,
     rounds: int = 5,
-    sizes: bool = True,
     progress: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> Profile:
     """Measure a network. Batch norm and dropout run as in training, so give a copy of a network that must not change.
@@ -124,8 +118,6 @@ def profile(
         network: the network.
         microbatches: numbers M of micro-batches; default: see `numbers_to_try`.
         rounds: number of rounds after a warm-up round; default 5.
-        sizes: whether to measure all sizes in memory, which takes about a third of a second for each piece and M; if not, only
-            those of outputs, parameters and optimizer state; default: True.
         progress: wraps the list of measurements, for a progress bar.
 
     Raises:
@@ -140,7 +132,7 @@ def profile(
         if r:
             times.setdefault((m, i), []).append(seconds)
     pieces = {
-        m: [_piece(bench, i, times[m, i], network.batch_size // m, sizes) for i in range(len(bench.names))]
+        m: [_piece(bench, i, times[m, i], network.batch_size // m) for i in range(len(bench.names))]
         for m in microbatches
     }
     spread = _spread(list(times.values()))
@@ -199,7 +191,7 @@ def _spread(times: list[list[dict[str, float]]]) -> float:
     return (high - low) / 2 / middle
 
 
-def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, sizes: bool) -> Piece:
+def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int) -> Piece:
     """Take medians, and separate the work that the passes share."""
     median = {name: statistics.median(seconds[name] for seconds in rounds) for name in rounds[0]}
     through = median["input_grad"]
@@ -219,8 +211,7 @@ def _piece(bench: _Bench, i: int, rounds: list[dict[str, float]], size: int, siz
         chain=min(through, max(0.0, weights - alone)),
         head=median["head"],
         update=median["update"],
-        **(bench.sizes(i, size) if sizes else {}),
-        **bench.fixed_sizes(i, size),
+        **bench.sizes(i, size),
     )
 
 
@@ -287,35 +278,50 @@ class _Bench:
         return head, lambda outputs: self._network.loss_fn(as_argument(outputs), target)
 
     def sizes(self, i: int, size: int) -> dict[str, Any]:
-        """Return the bytes, as `Piece` names them."""
-        piece = self._pieces[i]
-        learns = [p for p in piece.parameters() if p.requires_grad]
-        leaves = self._leaves(i, size)
-        given = [p.grad for p in learns]
-        with self._autocast():
-            update_peak = allocated(lambda _: self._update(i), self._device).peak
-            part = PieceSizes(piece, leaves, self._device)
-            passes = part.measure()
-            head, loss_fn = self._head(i, size)
-            sizes = {} if head is None else head_sizes(head, part.outputs, loss_fn, self._device)
-        for p, gradient in zip(learns, given, strict=True):
-            p.grad = gradient
-        return {**passes, **sizes, "update_peak_bytes": float(update_peak)}
-
-    def fixed_sizes(self, i: int, size: int) -> dict[str, Any]:
-        """Return the bytes of outputs, parameters and optimizer state; a head has state like the pieces, by parameter."""
-        weights = float(sum(p.nbytes for p in self._pieces[i].parameters()))
-        state = [0 if optimizer is None else _state_bytes(optimizer) for optimizer in self._optimizers]
-        learns = sum(p.nbytes for piece in self._pieces for p in piece.parameters() if p.requires_grad)
+        """Return the bytes, as `Piece` names them; a head has gradients and state like the pieces, by parameter."""
+        weights, learns, state = self._held[i]
+        learnable = sum(held[1] for held in self._held)
+        extra = sum(held[1] + held[2] for held in self._held) / learnable if learnable else 0.0
         head = self._head(i, 1)[0]
         beside = 0 if head is None else sum(p.nbytes for p in head.parameters())
         return {
-            "learns": any(p.requires_grad for p in self._pieces[i].parameters()),
+            "learns": learns > 0,
             "message_bytes": float(sum(y.nbytes for y in self._input(i + 1, size))),
-            "weight_bytes": weights,
-            "fixed_bytes": weights + state[i],
-            "head_bytes": float(beside * (1 + sum(state) / learns if learns else 1)),
+            "activation_bytes": float(self._activations(i, size)),
+            "weight_bytes": float(weights),
+            "fixed_bytes": float(weights + learns + state),
+            "head_bytes": beside * (1 + extra),
         }
+
+    @cached_property
+    def _held(self) -> list[tuple[int, int, int]]:
+        """The bytes of every piece's parameters, of those that learn, and of the optimizer's state."""
+        return [
+            (
+                sum(p.nbytes for p in piece.parameters()),
+                sum(p.nbytes for p in piece.parameters() if p.requires_grad),
+                0 if optimizer is None else _state_bytes(optimizer),
+            )
+            for piece, optimizer in zip(self._pieces, self._optimizers, strict=True)
+        ]
+
+    def _activations(self, i: int, size: int) -> int:
+        """Return the bytes that a piece's forward makes and keeps: what autograd saves, and the output."""
+        piece = self._pieces[i]
+        leaves = self._leaves(i, size)
+        kept = set[torch.UntypedStorage]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept.add(tensor.untyped_storage())
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor), self._autocast():
+            outputs = run_module(piece, leaves, _WHAT)
+        for tensor in outputs:
+            keep(tensor)
+        # The input belongs to the piece before, and the parameters are always there.
+        given = {tensor.untyped_storage() for tensor in (*leaves, *piece.parameters(), *piece.buffers())}
+        return sum(storage.nbytes() for storage in kept - given)
 
     def _leaves(self, i: int, size: int) -> Tensors:
         return as_leaves(self._input(i, size), tracked=i > 0)

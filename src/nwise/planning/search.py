@@ -1,8 +1,8 @@
 """The search for the cut and placement with the shortest step, with a number of micro-batches.
 
-first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.planning.assign`); and others
+first cuts      the work of the busiest device is smallest, for every order of the devices (`nwise.planning.assign`)
 climbing        pieces and stages move to their neighbours while the period of one order of actions becomes shorter
-finalists       the best schedule of each; then climbing again, with the best schedule of every neighbour
+finalists       the best schedule of each
 
 A strategy runs in its best order. A pipeline of `nwise.schedule.BASELINES` has an order of its own, and takes the best of the
 first cuts.
@@ -35,13 +35,10 @@ from nwise.strategies import EndToEnd, Strategy
 __all__ = ["Cut", "Search", "search"]
 
 _STARTS = 6  # first cuts of a kind that are improved
-_FEW = 2  # micro-batches
-_FEW_STAGES = 4  # more have so many pairs that the search would take minutes
 _FINALISTS = 3  # cuts whose best schedules are compared
-_MORE_FINALISTS = 8  # under a limit of memory, where the one order that climbing knows may mislead
+_MORE_FINALISTS = 3  # under a limit of memory, where the one order that climbing knows may mislead
 # How far the starts of a stage and of the next one move together.
-_LAST_STEPS = ((-2, 0), (-1, 0), (1, 0), (2, 0))
-_STEPS = (*_LAST_STEPS, (-2, -2), (-1, -1), (1, 1), (2, 2), (-1, 1), (1, -1), (-1, -2), (1, 2))
+_STEPS = [(a, b) for a in (-2, -1, 1, 2) for b in (-2, -1, 0, 1, 2)]
 _TIMES = [name for name, row in ROWS.items() if row.unit == "time" and row.pieces != "link"]  # of a device's work
 
 
@@ -207,35 +204,14 @@ class Search:
 
     def _sizes(self, device: Device) -> list[Matrix]:
         """Return the share of a device's memory that every range of pieces needs at least."""
-        # The first gradients appear when a micro-batch's activations go, so the larger of the two is needed, not their sum.
-        gradients, activations, fixed = (
-            sums(self._pieces, name) for name in ("gradient_bytes", "activation_bytes", "fixed_bytes")
-        )
-        needed = np.maximum(gradients, activations) + fixed
+        needed = sums(self._pieces, "activation_bytes") + sums(self._pieces, "fixed_bytes")
         some = np.triu(np.ones_like(needed), 1) > 0
         return [np.where(some, needed / device.memory, np.inf)] * self._num_stages
 
     def _first(self) -> list[Assignment]:
-        """Return cuts to start from: balanced ones, and those with one long stage and one piece in every other."""
-        known = self.assignments
-        balanced = known[:_STARTS]
-        balanced += sorted(known, key=self._score)[:_STARTS] if self._memory is not None else []
-        # With few micro-batches a step is a chain of messages, and one long stage is better than three that wait. Here
-        # stage 1 of 4 is the long one:
-        #
-        #     p0 | p1 p2 p3 p4 p5 | p6 | p7
-        size = len(self._pieces)
-        stages = self._num_stages
-        lopsided = list[Assignment]()
-        speeds = [device.speed for device in self._devices]
-        few = self._num_microbatches <= _FEW
-        for _, placement in balanced if few or min(speeds) < max(speeds) else ():
-            by_speed = sorted(range(stages), key=lambda k: -speeds[placement[k]])
-            same = [k for k in by_speed if speeds[placement[k]] == speeds[placement[by_speed[0]]]]
-            lopsided += [
-                ((*range(k + 1), *range(size - stages + k + 1, size)), placement) for k in (same if few else same[:1])
-            ]
-        return balanced + lopsided[: 2 * _STARTS]
+        """Return cuts to start from: balanced ones, and under a limit of memory those that exceed it least."""
+        fitting = sorted(self.assignments, key=self._score)[:_STARTS] if self._memory is not None else []
+        return [*self.assignments[:_STARTS], *fitting]
 
     # Climbing ---------------------------------------------------------------------------------------
 
@@ -249,7 +225,7 @@ class Search:
             return self._best_of(self.assignments[:_FINALISTS])[0]
         ends = sorted(dict.fromkeys(map(self._climbed, dict.fromkeys(self._first()))), key=self._score)
         finalists = ends[: _FINALISTS if self._memory is None else _MORE_FINALISTS]
-        return min(map(self._polished, self._best_of(finalists)[:_FINALISTS]), key=lambda cut: preference(cut.schedule))
+        return self._best_of(finalists)[0]
 
     def _best_of(self, assignments: Sequence[Assignment]) -> list[Cut]:
         """Return the cuts that fit the memory, the best first."""
@@ -265,31 +241,12 @@ class Search:
             raise DoesNotFit("the smallest cut tried, on its tightest device", least.least, least.memory)
         return sorted(cuts, key=lambda cut: preference(cut.schedule))
 
-    def _polished(self, cut: Cut) -> Cut:
-        """Climb with the best schedule of every neighbour that may be better, where `_climbed` knows one order only."""
-        while True:
-            limit = cut.schedule.period * (1 - CLOSE)
-            # The cheap bound comes first: it discards most neighbours, and the best schedule of each takes long.
-            near = [
-                other
-                for other in self._neighbours((cut.starts, cut.placement))
-                if self.bound(*other) < limit and self.bound(*other, sharp=True) < limit
-            ]
-            try:
-                better = self._best_of(near)[0] if near else cut
-            except DoesNotFit:
-                return cut
-            if better.schedule.period >= limit:
-                return cut
-            cut = better
-
     def _climbed(self, assignment: Assignment) -> Assignment:
-        # Starts 0, 3, 6 of stages; each step moves one start, or the starts of two stages in a row, to where the step of the
-        # pipeline is shortest:
+        # Starts 0, 3, 6 of stages; each move takes one start to where the step of the pipeline is shortest:
         #
         #     p0 p1 p2 | p3 p4 p5 | p6 p7       9.0
         #     p0 p1 p2 | p3 p4 | p5 p6 p7       8.2
-        #     p0 p1 | p2 p3 p4 | p5 p6 p7       7.9    no neighbour is better
+        #     p0 p1 | p2 p3 | p4 p5 p6 p7       7.9    no neighbour is better
         #
         # One order of actions times every neighbour, because finding the best order of each would take a hundred times as long.
         known = self._score(assignment)
@@ -329,13 +286,9 @@ class Search:
     def _neighbours(self, assignment: Assignment) -> Iterator[Assignment]:
         starts, placement = assignment
         for k in range(1, len(starts)):
-            for first, second in _STEPS if k + 1 < len(starts) <= _FEW_STAGES else _LAST_STEPS:
-                moved = (
-                    *starts[:k],
-                    starts[k] + first,
-                    *(start + second for start in starts[k + 1 : k + 2]),
-                    *starts[k + 2 :],
-                )
+            for first, second in _STEPS:
+                after = [start + second for start in starts[k + 1 : k + 2]]
+                moved = (*starts[:k], starts[k] + first, *after, *starts[k + 2 :])
                 if all(a < b for a, b in pairwise((*moved, len(self._pieces)))):
                     yield moved, placement
         for k, (below, above) in enumerate(pairwise(placement), 1):

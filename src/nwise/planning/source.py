@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from math import nan
 from typing import Any
 
 from torch import nn
 
 from nwise.network.chain import Chain
-from nwise.network.splitting import even_starts
-from nwise.planning.devices import Device, limits
+from nwise.planning.devices import Device
 from nwise.planning.partitions import Piece, pieces_of
 from nwise.planning.plan import Plan
 from nwise.planning.prepare import agree, gather, message_latency, speeds
 from nwise.planning.profiling import Network, Profile, profile
-from nwise.planning.search import Search, search
+from nwise.planning.search import search
 from nwise.runtime.launch import launched
 from nwise.schedule.costs import Costs
-from nwise.schedule.find import DoesNotFit
-from nwise.schedule.placement import make_placement
 from nwise.strategies import Strategy
 
 _PARTS = 24  # pieces of a network with given costs that unequal devices share
@@ -66,30 +61,6 @@ class Source:
             at = _short(self.model, names, at)
         return Plan(at, cut.placement, devices, name, cut.schedule, self.measured)
 
-    def equal(self, rule: Strategy, num_stages: int) -> float:
-        """Return the time of a step with equal numbers of blocks in every stage, at the best M; nan if there is no such cut."""
-        if self.model is None:
-            return nan
-        pieces = self.pieces(num_stages)
-        names = _names(pieces)
-        try:
-            begins = even_starts(self.model, num_stages, names)
-        except ValueError:  # fewer blocks than stages
-            return nan
-        places = [
-            next((i for i, name in enumerate(names) if f"{name}.".startswith(f"{begin}.")), None) for begin in begins
-        ]
-        starts = [0, *(i for i in places if i is not None)]
-        if len(starts) < num_stages:
-            return nan
-        placement = make_placement("contiguous", num_stages, len(self.devices))
-        periods = []
-        for m, costs in pieces.items():
-            with suppress(DoesNotFit):
-                one = Search(costs, rule, m, self.devices, num_stages, self.links)
-                periods.append(one.cut(starts, placement).schedule.period)
-        return min(periods, default=nan)
-
 
 def from_costs(costs: Costs, ms: Sequence[int], devices: tuple[Device, ...], links: dict[str, float]) -> Source:
     """Return a network with given costs: a piece for every stage, or smaller ones to share between unequal devices."""
@@ -126,8 +97,7 @@ def measure(
             example=[list(x.shape) for x in network.batch(network.batch_size)[0]],
             model=list(network.pieces),
         )
-    sizes = known is not None and limits(known) is not None
-    found = profile(network, ms, rounds=rounds, sizes=sizes, progress=progress)
+    found = profile(network, ms, rounds=rounds, progress=progress)
     links = {**links, "overhead": found.overhead}
     if launched():
         # All processes use the first one's profile and latency, the largest overhead, and all speeds.

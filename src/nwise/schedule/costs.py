@@ -25,13 +25,13 @@ class Row(NamedTuple):
     Args:
         unit: its unit; devices of another speed change a ``"time"`` alone.
         each: of what it is the cost: of a ``"microbatch"``, so M micro-batches share that of a mini-batch, or of something else.
-        pieces: how a stage has it from its pieces: their ``"sum"``, that of the ``"largest"``, that of the ``"last"``, which ends
-            the stage, or from the ``"path"`` through them (`nwise.planning.partitions`); ``"link"`` if all stages share it.
+        pieces: how a stage has it from its pieces: their ``"sum"``, that of the ``"last"``, which ends the stage, or from the
+            ``"path"`` through them (`nwise.planning.partitions`); ``"link"`` if all stages share it.
     """
 
     unit: Literal["time", "bytes", "share", "rate"]
     each: Literal["microbatch", "action", "update", "always"]
-    pieces: Literal["sum", "largest", "last", "path", "link"]
+    pieces: Literal["sum", "last", "path", "link"]
 
 
 def _cost(*row: str) -> dict[str, Row]:
@@ -56,17 +56,10 @@ class Costs:
         bandwidth: bytes per unit of time of each link and direction, on which messages queue up; default: no limit.
         message_bytes: size of the activation that a stage sends, and of each gradient that comes back for it;
             with the default 1, `bandwidth` counts messages.
-        activation_bytes: memory of one micro-batch between its forward and its last pass, without its output; default: 1.
-        output_bytes: the output of a stage, and each gradient to it, in memory; default: 0.
-        cotangent_bytes: memory of the cotangents that an I keeps for a later W (`nwise.stage.kept`); default: 0.
-        gradient_bytes: gradients of a stage's parameters, from the first W of a step to its update; default: 0.
-        head_gradient_bytes: the same for the stage's head, from its first H; default: 0.
+        activation_bytes: memory of one micro-batch from its forward to its last pass; default: 1.
         weight_bytes: size of a stage's parameters, of which a delay of d keeps d + 1 more versions (`Hogwild` with weights in
             memory keeps none without `recompute`); default: 0.
-        fixed_bytes: memory that is always in use (parameters, optimizer state); default: 0.
-        scratch_bytes: memory of an F beyond its activations and output; default: 0.
-        weight_grad_peak_bytes, both_peak_bytes, input_grad_peak_bytes, head_peak_bytes, update_peak_bytes: peak memory of a W, a
-            B, an I, an H and the update, beyond the memory in use before; default: 0.
+        fixed_bytes: memory that is always in use (parameters, gradients, optimizer state); default: 0.
 
     Raises:
         ValueError: a cost is negative or not a number.
@@ -86,18 +79,8 @@ class Costs:
     bandwidth: float = field(default=math.inf, metadata=_cost("rate", "always", "link"))
     message_bytes: Scalars = field(default=1.0, metadata=_cost("bytes", "microbatch", "last"))
     activation_bytes: Scalars = field(default=1.0, metadata=_cost("bytes", "microbatch", "sum"))
-    output_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "last"))
-    cotangent_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "sum"))
-    gradient_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "sum"))
-    head_gradient_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "last"))
     weight_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "always", "sum"))
     fixed_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "always", "sum"))
-    scratch_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "largest"))
-    weight_grad_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
-    both_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
-    input_grad_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "path"))
-    head_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "microbatch", "last"))
-    update_peak_bytes: Scalars = field(default=0.0, metadata=_cost("bytes", "update", "sum"))
 
     def __post_init__(self) -> None:
         for name, row in ROWS.items():
