@@ -47,21 +47,6 @@ def test_virtual_stages_have_what_the_engine_reads(method: str) -> None:
     assert found.bytes_sent == found.bytes_predicted == [(0, 0)], "one process sends nothing"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--stages", "0"], "`stages` should be an integer of at least 1"),
-        (["--slot-ms", "0"], "`slot_ms` should be above 0"),
-        (["--message-mib", "-1"], "`message_mib` should be from 0"),
-        (["--strategy", "3wise"], "`strategy` should be one like"),
-        (["--costs", "1,2"], "Costs should have"),
-    ],
-)
-def test_bad_benchmarks_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     """An action begins when its message is due; what it sends is due a latency after its end, and its values are real."""
     module = nn.Linear(2, 2)
@@ -91,17 +76,6 @@ def test_paced_stages_compute_and_take_the_time_of_an_accelerator() -> None:
     stage.run(Action(Kind.WEIGHT_GRAD, 1, 0), tape, given)
     torch.testing.assert_close(module.weight.grad, gradient.T @ x)
     assert device.free == pytest.approx(before + slot, abs=1e-9)
-
-
-def test_a_budget_shows_the_measured_clock_beside_the_planned_one() -> None:
-    record = {
-        "method": "local",
-        "microbatches": 1,
-        "planned_slots": 3.31,
-        "measured_slots": 3.32,
-        "tests": [{"loss": 2.0}, {"loss": 1.5}],
-    }
-    assert budget.table([record]).splitlines()[-1] == "| local | 1 | 3.31 | 3.32 | 1.003 | 2.000 | 1.500 |"
 
 
 @pytest.mark.parametrize("method", budget.METHODS)

@@ -144,15 +144,6 @@ def test_checkpoint_names_match_unsplit_network(tmp_path: Path) -> None:
     assert {"heads.0.weight", "optimizer.model.output.bias.exp_avg", "optimizer.model.blocks.0.0.weight.step"} <= names
 
 
-def test_resume_restores_torch_rng(tmp_path: Path) -> None:
-    pipe = pipeline((4,), "end-to-end")
-    Checkpoints(tmp_path, pipe).save()
-    expected = torch.rand(3)
-    torch.manual_seed(99)
-    Checkpoints(tmp_path, pipe).resume()
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_async_save_writes_values_at_save_time(tmp_path: Path) -> None:
     """Regression: a background writer on a CPU wrote the values of later steps (pytorch issue 144657)."""
     pipe, checkpoints = two(tmp_path, asynchronous=True)

@@ -227,15 +227,6 @@ def test_last_loss_reaches_the_first_stage_over_steps(num_stages: int, n: int, s
 
 
 @pytest.mark.usefixtures("float64")
-def test_losses_are_means_over_the_mini_batch() -> None:
-    net = perceptron(3)
-    x, y = net.draw(7)
-    whole = pipeline(net, "local").step(x, target=y)
-    for num_microbatches in (2, 3, 7):
-        torch.testing.assert_close(pipeline(net, "local", num_microbatches).step(x, target=y), whole)
-
-
-@pytest.mark.usefixtures("float64")
 def test_gradients_of_two_steps_accumulate() -> None:
     net = perceptron(3)
     x, y = net.draw(6)

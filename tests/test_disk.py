@@ -236,10 +236,10 @@ def test_save_next_to_another_runs_checkpoints_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        {"format": 1},
-        {"format": 1, "facts": {}},
-        {"format": 1, "files": [], "facts": {}},
-        {"format": 1, "files": {}},
+        {"format": files.FORMAT},
+        {"format": files.FORMAT, "facts": {}},
+        {"format": files.FORMAT, "files": [], "facts": {}},
+        {"format": files.FORMAT, "files": {}},
         [],
         "[" * 100_000,
     ],

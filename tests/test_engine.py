@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from torch import nn
 
-import nwise
 from launch import RANKS, forked
 from nwise.schedule import best
 from nwise.schedule.actions import Action, Kind
@@ -34,12 +32,3 @@ def test_custom_schedule_is_run() -> None:
     pipe.step(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.int64))
     for k, actions in enumerate(found.work):
         assert [a for a in ran if a.stage == k] == [a for a in actions if a.kind is not Kind.UPDATE]
-
-
-def test_one_process_holds_all_stages() -> None:
-    pipe = pipeline(2, "local", 1)
-    assert (pipe.processes.size, pipe.processes.here) == (1, (0, 1))
-    assert not pipe.drain()
-    assert (
-        nwise.Pipeline([nn.Linear(2, 2)], None, nn.functional.mse_loss, "local", schedule="phase").schedule == "phase"
-    )

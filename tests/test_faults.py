@@ -24,7 +24,7 @@ from nets import equal
 from nwise.app.cli import run as command
 from nwise.app.recipes import Mlp, Recipe, Sgd, recipe
 from nwise.app.report.display import PlainDisplay
-from nwise.app.training import Callback, CheckpointPolicy, LearningRate, Run, Scores, StoppedError, Trainer, new_run
+from nwise.app.training import Callback, CheckpointPolicy, LearningRate, Run, StoppedError, Trainer, new_run
 from nwise.checkpoint import gather_weights
 from nwise.training import NonFiniteGuard, NotFiniteError
 from ranks import finite, stopped
@@ -62,16 +62,6 @@ class Stops(Callback):
 
     def resumed(self, step: int, changes: str) -> None:
         self.said = f"{step}: {changes}"
-
-
-class StopsAfterTest(Stops):
-    """As a signal would, after the test of a step, which a signal before its end would break off."""
-
-    def stepped(self, step: int, losses: Tensor) -> None:
-        pass
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        super().stepped(step, torch.empty(0))
 
 
 # Gone on from

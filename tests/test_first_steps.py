@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +113,6 @@ def test_invalid_loss_fn_raises(loss: object, message: str) -> None:
         nwise.Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2)], loss)  # type: ignore[arg-type]
 
 
-def test_split_suggests_close_module_names() -> None:
-    model = nn.Sequential(
-        OrderedDict(embed=nn.Linear(2, 2), blocks=nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
-    )
-    with pytest.raises(ValueError, match="Found 'block.1'. Did you mean 'blocks.1'"):
-        nwise.split(model, at=["block.1"])
-    with pytest.raises(ValueError, match="Found '2'. Did you mean 'blocks.2'"):
-        nwise.split(model, at=["2"])
-
-
 def test_checkpoints_of_unnamed_custom_stages_raise_early(tmp_path: Path) -> None:
     """Regression: the error came only at the first save and did not say how to name a stage."""
     stages = [nn.Linear(3, 3) for _ in range(3)]
@@ -157,15 +146,3 @@ def test_exported_weights_load_back(
         "`out` should end in .safetensors, or, for torch.load, in .pt, .pth, .bin. Found 'net.onnx'"
         in capsys.readouterr().err
     )
-
-
-def test_optimizer_of_main_parameters_leaves_heads_unchanged() -> None:
-    """Heads learn only if the optimizer gets `pipe.parameters()`, as the manual says."""
-    made = pipe()
-    head = made.heads[1]
-    assert isinstance(head, nn.Linear)
-    before = head.weight.detach().clone()
-    update = torch.optim.SGD(made.main_parameters(), lr=1.0)
-    made.step(torch.randn(4, 2, 3), target=Y)
-    update.step()
-    assert torch.equal(head.weight, before)

@@ -16,9 +16,6 @@ from torch import nn
 
 import nwise
 from nwise.flow import Cotangent, Flow, find_flow, flows_for
-from nwise.schedule.actions import Kind
-from nwise.schedule.orders import depth_first, make_schedule
-from nwise.schedule.sweep import merge
 
 Matrix = NDArray[np.float64]
 
@@ -221,37 +218,6 @@ def test_message_count_exceeds_rank_to_avoid_subtraction() -> None:
     matrix[3:, :3] = [[1, 0, 1], [1, 1, 0], [0, 1, -1]]
     flow = find_flow(torch.from_numpy(matrix))
     assert len(flow.stages[3].messages) == 3 == np.linalg.matrix_rank(matrix[3:, :3]) + 1
-
-
-@settings(max_examples=100, deadline=None)
-@given(matrices(), st.integers(1, 3))
-def test_depth_first_order_is_complete_and_valid(matrix: Matrix, num_microbatches: int) -> None:
-    flow = find_flow(torch.from_numpy(matrix))
-    schedule = make_schedule("depth-first", ((flow,) * num_microbatches,), depth_first)
-    tasks = (schedule.graph.tasks[task] for task in merge(schedule.graph, schedule.lists[0]))
-    order = [action for action in tasks if action.kind is not Kind.UPDATE]
-    assert len(order) == len(set(order))
-    passes = sum(stage.passes for stage in flow.stages)
-    heads = len(flow.heads)
-    assert len(order) == num_microbatches * (len(matrix) + heads + passes)
-    seen: set[tuple[Kind | int, ...]] = set()
-    for action in order:
-        k, m = action.stage, action.microbatch
-        stage = flow.stages[k]
-        if action.kind is Kind.FORWARD:
-            assert k == 0 or (Kind.FORWARD, k - 1, m) in seen
-            seen.add((Kind.FORWARD, k, m))
-        elif action.kind is Kind.HEAD:
-            assert (Kind.FORWARD, k, m) in seen
-            seen.add((Kind.HEAD, k, m))
-        else:
-            cotangent = stage.weights if action.message is None else stage.messages[action.message]
-            assert cotangent is not None
-            assert not cotangent.own or (Kind.HEAD, k, m) in seen
-            for p, weight in enumerate(cotangent.received):
-                assert not weight or (Kind.INPUT_GRAD, k + 1, m, p) in seen
-            if action.message is not None:
-                seen.add((Kind.INPUT_GRAD, k, m, action.message))
 
 
 @pytest.mark.parametrize(

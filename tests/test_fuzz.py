@@ -267,7 +267,7 @@ def sign(path: Path) -> None:
     """As a stranger would, who can make a checkpoint look whole."""
     index_path = path.with_name("checkpoint.json")
     index = json.loads(index_path.read_text().split("\n")[0])
-    index["files"][path.name] = [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
+    index["files"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     line = json.dumps(index)
     index_path.write_text(f"{line}\n{hashlib.sha256(line.encode()).hexdigest()}\n")
 

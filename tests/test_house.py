@@ -336,12 +336,6 @@ def test_public_names_are_sorted_and_documented() -> None:
                     assert inspect.getdoc(member) or inherited, f"{name}.{method}"
 
 
-def test_readme_paths_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", readme):
-        assert (ROOT / path).exists(), path
-
-
 def test_slow_tests_say_why() -> None:
     text = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     assert not [name for name, code in text.items() if re.search(r"mark\.slow(?!\(\"|\\)", code)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import nwise
-from nets import perceptron, tokens
+from nets import perceptron
 from nwise.losses import TokenCrossEntropy
 from nwise.microbatch import Batch
 from nwise.terms import Terms
@@ -70,20 +70,6 @@ def test_token_losses_refuse_what_they_would_ignore(change: dict[str, object], m
     for logits in torch.zeros(2, 3, 7), (torch.zeros(2, 3, 4), torch.zeros(7, 4)):
         with pytest.raises(ValueError, match=message):
             loss(logits, target)
-
-
-@pytest.mark.usefixtures("float64")
-def test_token_losses_count_tokens() -> None:
-    net = tokens(3)
-    net.loss_fn = TokenCrossEntropy(ignore_index=0)
-    x, y = net.draw(5)
-    y[:2, 1:] = 0
-    expected = nwise.reference_grads(net.stages, net.heads, net.loss_fn, x, y, nwise.Local().credit(3))
-    for m in (1, 2, 5):
-        pipe = pipeline(net, "local", m)
-        pipe.zero_grad()
-        pipe.step(x, target=y)
-        assert_same(gradients(pipe), expected, 1e-12)
 
 
 @pytest.mark.usefixtures("float64")

@@ -141,20 +141,6 @@ def test_main_and_head_parameters_are_all_parameters() -> None:
     assert set(dict(pipe.named_parameters())) >= {"stages.0.0.weight", "heads.0.weight"}
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_any_optimizer_lowers_the_losses(make: Any) -> None:
-    net = perceptron(3)
-    x, y = net.draw(16)
-    pipe = pipeline(net, "2-wise", 2)
-    optimizer = make(pipe.parameters(), lr=0.1 if make is torch.optim.SGD else 1e-2)
-    first = pipe.step(x, target=y)
-    for _ in range(50):
-        optimizer.step()
-        optimizer.zero_grad()
-        last = pipe.step(x, target=y)
-    assert (last[1:] < 0.8 * first[1:]).all()
-
-
 # Data types, devices, recomputation, compilation
 
 
@@ -323,16 +309,6 @@ def test_every_module_is_compiled_and_equal_ones_once() -> None:
 # Inference
 
 
-def test_inference_is_the_main_network() -> None:
-    net = perceptron(3)
-    x, _ = net.draw(5)
-    pipe = pipeline(net, "2-wise")
-    assert torch.equal(pipe(x), nn.Sequential(*net.stages)(x))
-    outputs = pipe.head_outputs(x)
-    assert len(outputs) == 3
-    assert torch.equal(outputs[2], pipe(x))  # type: ignore[arg-type]
-
-
 def test_evaluation_does_not_change_training() -> None:
     from nwise.app.data import digits
     from nwise.app.training import evaluate
@@ -496,18 +472,6 @@ def test_error_after_an_in_place_change_is_the_modules_own() -> None:
     pipe = nwise.Pipeline([Broken(), nn.Linear(3, 3)], None, strategy="end-to-end")
     with pytest.raises(KeyError, match="mine"):
         pipe.step(torch.randn(4, 3), target=torch.tensor([0, 1, 2, 0]))
-
-
-def test_inputs_of_different_lengths_are_refused() -> None:
-    pipe = nwise.Pipeline([nn.Bilinear(3, 3, 3), nn.Linear(3, 3)], [nn.Linear(3, 3)], num_microbatches=2)
-    with pytest.raises(ValueError, match=r"same number of samples in every tensor. Found \[3, 4\]"):
-        pipe.step(X, X[:3], target=Y)
-
-
-def test_heads_that_are_needed_are_not_discarded() -> None:
-    pipe = nwise.Pipeline(linears(3, 3, 3), [nn.Linear(3, 3)], strategy="local")
-    with pytest.raises(ValueError, match=r"Found that local needs the heads of stages \[0\]; keep them"):
-        pipe.discard_heads()
 
 
 # What is said of a pipeline, and what it is not given

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,21 +21,6 @@ def test_stages_here_follow_the_placement() -> None:
     for placement in (0, 0, 0, 0), (0, 1, 1, 0):
         processes.placement = placement
         assert processes.here == tuple(k for k, place in enumerate(placement) if place == 0)
-
-
-def test_one_process_loads_nothing_of_several() -> None:
-    """By the imports at the heads of files, from the pipeline on: a start of one process took the channels with it."""
-    found, left = set[str](), ["nwise.pipeline"]
-    while left:
-        spec = find_spec(name := left.pop())
-        if name in found or spec is None or spec.origin is None:
-            continue
-        found.add(name)
-        heads = [node for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.ImportFrom)]
-        left += [str(node.module) for node in heads if str(node.module).startswith("nwise")]
-    assert "nwise.runtime.engine" in found
-    several = ("channel", "connections", "post", "replicas", "watch")
-    assert not found & {f"nwise.runtime.{name}" for name in several}
 
 
 def test_a_table_has_every_bit_and_the_mean_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

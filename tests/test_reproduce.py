@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -385,15 +383,6 @@ def test_holm_corrects_for_the_number_of_tested_claims() -> None:
     # Claims without runs were left out once. So more decisions stayed, the fewer of the committed claims had been run.
     not_run = greater("", "", {}, {})
     assert holm([*claims, not_run]) == [False] * 5, "0.011 is above 0.05 / 5"
-
-
-@given(st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=2, max_size=8), st.floats(-20, 20))
-def test_claim_interval_is_shift_invariant(pairs: list[tuple[float, float]], shift: float) -> None:
-    first, second = ({i: pair[k] for i, pair in enumerate(pairs)} for k in (0, 1))
-    moved = interval({i: v + shift for i, v in first.items()}, {i: v + shift for i, v in second.items()})
-    assert moved == pytest.approx(interval(first, second), abs=1e-6)
-    effect, low, high, _ = interval(second, first)
-    assert (-effect, -high, -low) == pytest.approx(interval(first, second)[:3], abs=1e-9)
 
 
 # Settings

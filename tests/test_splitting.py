@@ -87,11 +87,6 @@ class Backwards(nn.Sequential):
         return reversed(list(self._modules.values()))
 
 
-class Twice(nn.Sequential):
-    def __call__(self, x: Tensor) -> Tensor:
-        return 2 * torch.as_tensor(super().__call__(x))
-
-
 class Branches(nn.ModuleDict):
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([branch(x) for branch in self.values()]).sum(0)
@@ -151,10 +146,6 @@ def torchvision_like() -> nn.Module:
 
 def flat(x: Tensor) -> Tensor:
     return torch.flatten(x, 1)
-
-
-def pooled(x: Tensor) -> Tensor:
-    return x.mean((2, 3))
 
 
 def blocks(twice: bool = False) -> nn.Module:

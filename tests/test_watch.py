@@ -124,15 +124,6 @@ def test_rank_before_a_silent_one_reports_it() -> None:
     assert ranks.error() == "Rank 1 (stage 1) has not heard of rank 2 for 10 seconds; last seen between steps"
 
 
-def test_first_error_is_the_one_of_all_ranks() -> None:
-    ranks = Ranks(2)
-    ranks.begin(1, FORWARD)
-    first = ranks.watches[1].failed(ValueError("a"))
-    second = ranks.watches[0].failed(ValueError("b"))
-    assert str(first) == str(second)
-    assert str(first).endswith("failed at F0(1) (forward, stage 0, micro-batch 1) of step 3: ValueError: a")
-
-
 def test_main_thread_learns_of_an_error_only_after_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a main thread that was quick to raise the watch's error ended its process before the watch had printed it."""
     ranks = Ranks(2)

@@ -75,27 +75,6 @@ def transposed() -> Any:
     return closed(pipe, digests(pipe))
 
 
-def lengths() -> Any:
-    """Sequences of other lengths from step to step."""
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [nn.GRU(3, 3, batch_first=True) for _ in range(A)]
-
-    class First(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)[0]
-
-    pipe = nwise.Pipeline(
-        [First(s) for s in stages], [nn.Linear(3, 3) for _ in range(A - 1)], nn.functional.mse_loss, "2-wise", 2, seed=0
-    )
-    data = [(x, x.flip(1)) for x in (torch.randn(4, length, 3) for length in (5, 5, 9, 2, 5))]
-    trained(pipe, "sgd", data)
-    return closed(pipe, state(pipe))
-
-
 def evaluation_between() -> Any:
     """Scoring leaves training unchanged, and the scores are those of one process."""
     config = recipe("digits")
@@ -125,15 +104,6 @@ def evaluation_between() -> Any:
     there = A - 1 in pipe.processes.here
     assert (output is not None) == there
     return closed(pipe, {**state(pipe), "scores": scores})
-
-
-def untouched_by_shapes() -> Any:
-    """A stage runs once for every batch, however many shapes there are."""
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [nn.BatchNorm1d(4) for _ in range(A)]
-    pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in range(A - 1)], nn.functional.mse_loss, "local", seed=0)
-    trained(pipe, "sgd", [(x, x) for x in (torch.randn(n, 4) for n in (4, 5, 6, 4))])
-    return closed(pipe, state(pipe))
 
 
 def clipped(by: Any, pipe: nwise.Pipeline | None = None) -> Any:
@@ -211,27 +181,6 @@ def built_where_held() -> Any:
             pipe.stages[(RANK + 1) % A](torch.zeros(1, 4))
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     trained(pipe, "sgd", [(x, x)] * 3)
-    return closed(pipe, state(pipe))
-
-
-def kept_in_the_module() -> Any:
-    """A stage that keeps what it computes, as rotary embeddings do."""
-
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.kept: torch.Tensor | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.kept is None:
-                self.kept = torch.arange(4.0)
-            return self.inner(x) + self.kept
-
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [Keeps() for _ in range(A)]
-    pipe = nwise.Pipeline(stages, [nn.Linear(4, 4) for _ in range(A - 1)], nn.functional.mse_loss, "2-wise", seed=0)
-    trained(pipe, "sgd", [(x, x) for x in (torch.randn(n, 4) for n in (4, 5, 4))])
     return closed(pipe, state(pipe))
 
 
@@ -443,9 +392,7 @@ CASES: dict[str, Case] = {
     "named and answered": named_and_answered,
     "skips": lambda: zoo("unet", "2-wise-mean-delay-1"),
     "transposed": transposed,
-    "lengths": lengths,
     "evaluation between": evaluation_between,
-    "untouched by shapes": untouched_by_shapes,
     "clipped globally": lambda: clipped("global"),
     "clipped by stage": lambda: clipped("stage"),
     "clipped by loss": lambda: clipped("loss"),
@@ -453,7 +400,6 @@ CASES: dict[str, Case] = {
     "switched": switched,
     "frozen": frozen,
     "built where held": built_where_held,
-    "kept in the module": kept_in_the_module,
     "gives its parameter": gives_its_parameter,
     "large and kept": large_and_kept,
     "hand-counted bytes": hand_counted_bytes,
