@@ -2,8 +2,8 @@
 
     python -m experiments.frontier.memory
 
-measures the sizes of every arm's network piece by piece with torch's allocator, and follows them along the schedules that nwise
-runs (`nwise.schedule.memory`). The records in ``memory.jsonl`` replace the older ones; the page of results has a table of them.
+measures the sizes of every arm's network piece by piece, and follows them along the schedules that nwise runs
+(`nwise.schedule.memory`). The records in ``memory.jsonl`` replace the older ones; the page of results has a table of them.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def tables(runs: Runs) -> str:
         [
             markdown.table(["arm", *needs, *(f"slots within {column}" for column in columns)], steps),
             "MiB: with the fastest schedule, of several the leanest, on the accelerator that needs most: parameters, optimizer "
-            "state, gradients, activations, messages and old parameters. Sizes were measured with torch's allocator and are "
-            f"followed along the schedule. Local training needs {limits[0]:.1f} MiB; within this limit and within twice as much "
+            "state, gradients, old parameters, and activations in flight: what autograd saves, and outputs. "
+            f"Local training needs {limits[0]:.1f} MiB; within this limit and within twice as much "
             "the fastest schedule that fits counts. A dash: none fits.",
             markdown.table(["arm", *(f"loss within {column}" for column in columns)], losses),
             "Test loss at equal time and equal memory. The protocol makes no claim about it.",
