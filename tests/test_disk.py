@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from launch import scripted, started, until
 from nwise.app.cli import run as command
+from nwise.app.report.display import PlainDisplay
 from nwise.app.training import Callback, CheckpointPolicy, Run, Trainer, new_run
 from nwise.checkpoint import Checkpoints, Resumed, files
 from nwise.checkpoint.lock import FolderLock
@@ -49,6 +50,17 @@ def fill(disk: Path) -> None:
             with suppress(OSError):
                 while True:
                     file.write(b"x" * size)
+
+
+def called(name: str, own: Callable[..., None], callbacks: Sequence[Callback]) -> Callable[..., None]:
+    """A method of a display that calls others, too."""
+
+    def method(display: PlainDisplay, *values: Any) -> None:
+        own(display, *values)
+        for callback in callbacks:
+            getattr(callback, name)(*values)
+
+    return method
 
 
 class Fills(Callback):
@@ -98,7 +110,8 @@ def test_train_command_on_full_disk_ends_in_one_sentence(
     stop: bool, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callbacks = (Fills(small_disk, after=2), *([Stops(after=45)] if stop else []))
-    monkeypatch.setattr("nwise.app.report.display.PlainDisplay.with_forecast", callbacks)
+    for name in ("started", "stepped"):
+        monkeypatch.setattr(PlainDisplay, name, called(name, getattr(PlainDisplay, name), callbacks))
     code = command(
         ["train", "digits", *OPTIONS, "--max-steps", "50", "--checkpoint-every", "20", "--runs", str(small_disk)]
     )
@@ -143,7 +156,8 @@ def test_failed_write_warns_and_is_recorded(what: str, tmp_path: Path, monkeypat
 def test_several_processes_outlive_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     text = (
         "import sys, pathlib\nfrom nwise.app import cli\nfrom nwise.app.report.display import PlainDisplay\n"
-        "from test_disk import Fills\nPlainDisplay.with_forecast = (Fills(pathlib.Path(sys.argv[1]), after=2),)\n"
+        "from test_disk import Fills\nfills = Fills(pathlib.Path(sys.argv[1]), after=2)\n"
+        "PlainDisplay.stepped = lambda _, *values: fills.stepped(*values)\n"
         f"more = {[*OPTIONS, '--cut', '2', '2', '--max-steps', '50', '--checkpoint-every', '20']}\n"
         "sys.exit(cli.run(['train', 'digits', *more, '--runs', sys.argv[1]]))\n"
     )

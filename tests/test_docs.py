@@ -82,7 +82,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_documented_logger_logs_what_the_run_records(tmp_path: Path) -> None:
     """A callback of the manual, with a writer like TensorBoard's."""
     names: dict[str, Any] = {}
-    exec(blocks(ROOT / "docs" / "looking.md", "python")[0], names)
+    exec(blocks(ROOT / "docs" / "looking.md", "python")[-1], names)
     found: dict[tuple[str, int], float] = {}
     writer = SimpleNamespace(add_scalar=lambda name, value, step: found.update({(name, step): value}))
     digits = dataclasses.replace(recipe("digits"), max_steps=24, log_every=8)

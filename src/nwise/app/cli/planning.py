@@ -15,14 +15,10 @@ from nwise.app.data import steps_per_epoch
 from nwise.app.recipes import recipe
 from nwise.app.training.build import measurable, pick_device
 from nwise.checks import check_at_least, check_limits
-from nwise.planning.assign import balanced
-from nwise.planning.partitions import stage_costs
 from nwise.planning.plans import STRATEGIES
 from nwise.planning.profiling import Profile, numbers_to_try, profile
 from nwise.progress import progress_bar
 from nwise.schedule import Costs, DoesNotFit
-from nwise.schedule.bounds import stage_work
-from nwise.schedule.find import method_flows
 from nwise.strategies import strategy
 
 _GIB = 2.0**30
@@ -88,17 +84,13 @@ class PlanCommand:
             )
         except DoesNotFit as error:
             raise ValueError(error.message("GiB", _GIB)) from error
-        stages = _placement(plans, source) if isinstance(source, Profile) else None
         if self.json:
-            measured = {"placement": stages, "profile": source.as_json()} if isinstance(source, Profile) else {}
+            measured = {"profile": source.as_json()} if isinstance(source, Profile) else {}
             print_json(plans.as_json() | measured)
             return
         console.say(str(plans))
         if isinstance(source, Costs) and self.bandwidth is not None:
             _say_if_free(console, source, self.bandwidth, plans.recommended.seconds)
-        if stages is not None and isinstance(source, Profile):
-            count = len(source.starts)
-            console.say(f"- Or keep the recipe's {count} stages, balanced over the devices: --placement {stages}")
 
     def _devices(self) -> list[nwise.Device]:
         """Return the devices: some number of equal ones, or one for each of several speeds."""
@@ -142,14 +134,3 @@ def _say_if_free(console: Output, costs: Costs, bandwidth: float, period: float)
             f"- The bandwidth of {bandwidth:g} limits nothing: a message takes {time:.2g} of a step of {period:.4g}. "
             "With `--costs` it counts `message_bytes`, or else messages of a whole mini-batch, per unit of time."
         )
-
-
-def _placement(plans: nwise.Plans, measured: Profile) -> str | None:
-    """Return the placement by work of the recipe's own stages; None if these are too few."""
-    chosen = plans.recommended
-    count = len(measured.starts)
-    if not 1 < len(plans.devices) < count:
-        return None
-    flows = method_flows("end-to-end" if chosen.end_to_end else chosen.strategy, count, chosen.num_microbatches)
-    costs = stage_costs(measured.pieces[chosen.num_microbatches], measured.starts, [batch[0] for batch in flows])
-    return ",".join(map(str, balanced(stage_work(flows, costs), len(plans.devices))))

@@ -22,7 +22,9 @@ from nwise.app.recipes.config import FLAT
 from nwise.app.records import json_line
 from nwise.app.report import compare as comparison
 from nwise.app.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
-from nwise.app.report.figures import check_format
+from nwise.app.report.html import plotly
+from nwise.app.report.page import report
+from nwise.app.report.summary import Summary
 from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
 from nwise.app.training.run import numbered, versions
 from nwise.checkpoint import replacing, save_tensors, under
@@ -67,7 +69,7 @@ class TrainCommand:
         console.when_closed = trainer.stop  # which writes a checkpoint, and prints to stderr how to resume
         is_first = trainer.pipe.processes.is_first  # rank 0 writes and draws for all
         display = display_for(console) if is_first and not self.json else None
-        callbacks = display.with_forecast if display else ()
+        callbacks = (display,) if display else ()
         run = (resumed or new_run(self.config, self.runs)) if is_first else None
         acknowledge = write_at_once if display is None else display.stopping
         try:
@@ -150,7 +152,7 @@ def _missing(unwritten: dict[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareCommand:
-    """Train several strategies from the same start: a table, and a figure of quality over steps and modelled time.
+    """Train several strategies from the same start: a table, and the page of `nwise report`.
 
     Example: nwise compare digits --strategies local 2-wise end-to-end --epochs 5
     """
@@ -161,21 +163,21 @@ class CompareCommand:
     """Strategies, separated by spaces (`--strategy` is ignored)."""
     runs: Path = Path("runs")
     """Parent folder of the runs' folders."""
-    figure: Path | None = None
-    """Figure to write (.png, .svg or .pdf); default: compare.png beside the runs."""
+    page: Path | None = None
+    """Page to write; default: report.html beside the runs."""
     json: bool = False
     """Print only JSON: the results."""
     config: Annotated[Recipe, FLAT] = field(default_factory=Recipe)
 
     def run(self, console: Output) -> int:
-        check_format(self.figure)
-        callbacks = () if self.json else display_for(console).with_forecast
+        plotly()  # fails early where it is missing
+        callbacks = () if self.json else (display_for(console),)
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
         _choose_threads(self.config)
         parent = numbered(self.runs, f"compare-{self.config.name}")
-        figure = self.figure or parent / "compare.png"
-        figure.parent.mkdir(parents=True, exist_ok=True)
+        page = self.page or parent / "report.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
         try:
             results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
         except KeyboardInterrupt:
@@ -185,9 +187,9 @@ class CompareCommand:
         rows = [{**dataclasses.asdict(r), "at_equal_time": r.at_slots(budget)} for r in results]
         record = {"config": to_json(self.config), "versions": versions(), "results": rows, "equal_time_slots": budget}
         (parent / "compare.json").write_text(json_line(record))
-        comparison.draw(results, self.config, figure)
+        report(Summary.open_all([Path(result.run) for result in results]), page)
         if self.json:
-            print_json({**record, "figure": str(figure)})
+            print_json({**record, "page": str(page)})
             return OK
         lines = []
         for r in results:
@@ -200,7 +202,7 @@ class CompareCommand:
         console.say(
             f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: in the paper's timing\n"
             "model a forward takes one slot, each loss's pass through a stage one, and heads none. Between tests quality is\n"
-            f"interpolated. Seconds are this machine's, one process doing all stages.\nFigure: {figure}"
+            f"interpolated. Seconds are this machine's, one process doing all stages.\nPage: {page}"
         )
         return OK
 

@@ -15,6 +15,7 @@ from nwise.app.data import text as text_data
 from nwise.app.data.images import Augmentation, Images
 from nwise.app.data.text import Tokenizer, Tokens
 from nwise.app.models import StagedModel
+from nwise.app.recipes.loop import OwnLoop
 from nwise.app.recipes.optimizers import Adam, Sgd
 from nwise.app.recipes.phases import Phases, parse_phases
 from nwise.checks import check_at_least, check_limits, check_range
@@ -319,7 +320,7 @@ class Recipe:
         return models.merged(model, self.cut, self.seed) if self.cut else model
 
 
-_TYPES = {kind.__name__: kind for kind in (*get_args(Data | Model | Optimizer), Recipe)}
+_TYPES = {kind.__name__: kind for kind in (*get_args(Data | Model | Optimizer), OwnLoop, Recipe)}
 
 
 def to_json(config: Any) -> Any:

@@ -11,12 +11,26 @@ import numpy as np
 
 from nwise.app.data import Images, Tokens
 from nwise.app.recipes import Recipe, spans
-from nwise.app.report.figures import Curve, compare_figure
 from nwise.app.report.summary import Summary
 from nwise.app.training import Callback, Trainer, new_run
 from nwise.schedule import PAPER, best
 
-__all__ = ["Result", "check", "compare", "draw"]
+__all__ = ["Curve", "Result", "check", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Test scores of one run.
+
+    Args:
+        steps: steps of the tests.
+        values: accuracy in per cent, or perplexity.
+        slots: modelled time of each test on A accelerators, in slots.
+    """
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    slots: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +120,3 @@ def _slots(trainer: Trainer, steps: Sequence[float]) -> list[float]:
         schedule = best(rule, num_stages=trainer.pipe.num_stages, num_microbatches=m, costs=PAPER)
         rates.append((made, schedule.period))
     return [sum(rate * max(0, min(step, made.stop) - made.start) for made, rate in rates) for step in steps]
-
-
-def draw(results: Sequence[Result], recipe: Recipe, path: Path) -> None:
-    """Draw quality over steps and over modelled time."""
-    quality = "test perplexity" if results[0].kind == "perplexity" else "test accuracy, %"
-    title = f"{recipe.name}: batch {recipe.batch_size}, M = {recipe.microbatches}, seed {recipe.seed}"
-    compare_figure({result.strategy: result.curve for result in results}, quality, title, path)

@@ -1,11 +1,10 @@
-"""Progress of a run: a live table on a terminal, plain lines elsewhere, and how long a slow run will take."""
+"""Progress of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,9 +20,6 @@ from nwise.app.training import Callback, Score, Scores, Trainer
 
 _REFRESH_PER_SECOND = 4  # redrawing more often would cost more than a small model's step
 _SECONDS_BETWEEN_LINES = 60
-_KNOWN = 5.0  # seconds of work after which the rest can be estimated
-_SLOW_TEST = 60.0  # seconds from which it is worth a line
-_SLOW_RUN = 600.0
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -68,67 +64,6 @@ def write_at_once(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def duration(seconds: float) -> str:
-    """Round a duration for people.
-
-    >>> duration(45), duration(372), duration(137_000), duration(10**6)
-    ('45 seconds', '6 minutes', '38 hours', '12 days')
-    """
-    for unit, length, least in (("days", 86400, 3), ("hours", 3600, 2), ("minutes", 60, 2)):
-        if seconds >= least * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
-
-
-class Forecast(Callback):
-    """Estimates how long a test takes, and all steps and tests, and says each once if it is slow."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def started(self, trainer: Trainer) -> None:
-        self._num_steps = trainer.num_steps
-        self._every = trainer.steps_per_test
-        options = ["--max-steps 100", *(["--test-limit 500"] if hasattr(trainer.recipe.data, "test_limit") else [])]
-        self._trial = " and ".join(f"`{option}`" for option in options)
-        self._at = time.perf_counter()  # of the last step or test
-        self._test = 0.0  # seconds of the last test
-        self._seconds = 0.0  # of training; the first step also warms up
-        self._steps = -1
-        self._said_test = self._said_run = False
-
-    def evaluating(self, done: int, total: int) -> None:
-        seconds = time.perf_counter() - self._at
-        whole = seconds / done * total
-        if self._said_test or seconds < _KNOWN or whole < _SLOW_TEST:
-            return
-        self._said_test = True
-        tests = 1 + math.ceil(self._num_steps / self._every)
-        self._say(
-            f"A test takes about {duration(whole)} here, and the run has {tests:,}. For a trial, use a smaller recipe "
-            f"(`nwise recipes`), or {self._trial}."
-        )
-
-    def evaluated(self, step: int, scores: Scores) -> None:
-        now = time.perf_counter()
-        self._test = now - self._at
-        self._at = now
-
-    def stepped(self, step: int, losses: Tensor) -> None:
-        now = time.perf_counter()
-        self._steps += 1
-        self._seconds += now - self._at if self._steps else 0.0
-        self._at = now
-        if self._said_run or self._seconds < _KNOWN:
-            return
-        self._said_run = True
-        left = self._num_steps - step
-        rest = left * self._seconds / self._steps + math.ceil(left / self._every) * self._test
-        if rest >= _SLOW_RUN:
-            time_left = f"take about {duration(rest)} here. Ctrl-C stops with a checkpoint."
-            self._say(f"The other {left:,} steps and their tests {time_left}")
-
-
 class _Display(Callback):
     """Base class of both displays."""
 
@@ -150,11 +85,6 @@ class _Display(Callback):
             f"{self.total:,} steps of {recipe.batch_size} on {trainer.device}{processes}"
             f" with {threads} thread{'s' if threads > 1 else ''}{each}"
         )
-
-    @property
-    def with_forecast(self) -> tuple[Callback, ...]:
-        """The callbacks of a run: a forecast whose lines it prints, and itself."""
-        return Forecast(self.say), self
 
     def say(self, text: str) -> None:
         """Print a line; a live table stays below it."""

@@ -1,13 +1,12 @@
-"""Figures for papers and documents: quality of several runs, and the flow of gradients.
+"""Figures for papers and documents: the flow of gradients, and the style of all figures.
 
 matplotlib is imported only to draw, because the import takes half a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOURS",
     "MARKERS",
-    "Curve",
     "check_format",
-    "compare_figure",
     "flow_figure",
     "method_colour",
     "new_figure",
@@ -50,21 +47,6 @@ _METHODS = {
     ("hogwild-forward",): "#332288",
     ("hogwild",): "#999933",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Test scores of one run.
-
-    Args:
-        steps: steps of the tests.
-        values: accuracy in per cent, or perplexity.
-        slots: modelled time of each test on A accelerators, in slots.
-    """
-
-    steps: Sequence[int]
-    values: Sequence[float]
-    slots: Sequence[float]
 
 
 def method_colour(method: str) -> str | None:
@@ -96,33 +78,6 @@ def new_figure(width: float, height: float, path: Path, **saving: Any) -> Iterat
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         figure.savefig(path, dpi=150, **saving)
-
-
-def compare_figure(curves: Mapping[str, Curve], quality: str, title: str, path: Path) -> None:
-    """Draw quality over steps, and over the time of A accelerators in the timing model."""
-    with new_figure(8.2, 3.6, path) as figure:
-        left, right = figure.subplots(1, 2, sharey=True)
-        for i, (name, curve) in enumerate(curves.items()):
-            # All runs start equal, and far from where they differ.
-            shown = slice(1 if len(curve.steps) > 2 else 0, None)
-            for axes, along in ((left, curve.steps), (right, curve.slots)):
-                _plot(axes, i, name, along[shown], curve.values[shown])
-        left.set_xlabel("steps")
-        left.set_ylabel(quality)
-        right.set_xlabel("modelled time on one accelerator per stage, slots")
-        right.set_title("(paper's timing model, not measured)", fontsize=8)
-        if quality.endswith("perplexity"):
-            left.set_yscale("log")
-        left.legend(frameon=False)
-        figure.suptitle(title, fontsize=10)
-
-
-def _plot(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    colour = method_colour(name) or COLOURS[i % len(COLOURS)]
-    marker = MARKERS[i % len(MARKERS)]
-    axes.plot(x, y, label=name, color=colour, marker=marker, markersize=4)
-    axes.grid(visible=True, alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def flow_figure(strategies: Sequence[Strategy], num_stages: int, path: Path) -> None:

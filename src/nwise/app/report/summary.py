@@ -12,6 +12,7 @@ from typing import Any
 
 import nwise
 from nwise.app.recipes import Phases, Recipe, joined, to_json
+from nwise.app.recipes.loop import OwnLoop
 from nwise.app.report.measured import Comparison
 from nwise.app.training import Run
 from nwise.app.training.log import load
@@ -58,8 +59,8 @@ class Summary:
         return summaries
 
     @cached_property
-    def recipe(self) -> Recipe:
-        return self.run.recipe
+    def recipe(self) -> Recipe | OwnLoop:
+        return self.run.described
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ import nwise
 from nwise.app.data import Images, Tokens, steps_per_epoch
 from nwise.app.data.text import Tokenizer, load_tokenizer
 from nwise.app.recipes import Recipe, from_json, in_force, to_json
+from nwise.app.recipes.loop import OwnLoop
 from nwise.app.records import append_text, json_line, read_lines, write_text
 from nwise.app.training.build import make_pipeline, pick_device
 from nwise.checkpoint import FolderLock, discard_unsaved_heads, load_main_state, save_tensors, under
@@ -85,17 +86,35 @@ class Run:
         return cls(folder)
 
     @property
-    def recipe(self) -> Recipe:
-        """The resolved configuration."""
+    def described(self) -> Recipe | OwnLoop:
+        """The resolved configuration, or what `nwise.app.Log` wrote of a loop."""
         file = self.folder / "run.json"
         try:
-            recipe = from_json(self.state["config"])
+            config = from_json(self.state["config"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} should hold a run's configuration. Found: {error}; train again.") from error
-        if not isinstance(recipe, Recipe):
-            found = type(recipe).__name__
+        if not isinstance(config, Recipe | OwnLoop):
+            found = type(config).__name__
             raise ValueError(f"{file} should hold a Recipe under 'config'. Found {found}; train again.")
-        return recipe
+        return config
+
+    @property
+    def recipe(self) -> Recipe:
+        """The resolved configuration of a run of `nwise train`."""
+        config = self.described
+        if isinstance(config, OwnLoop):
+            raise ValueError(f"{self.folder} should be a run of `nwise train`. Found the log of another loop.")
+        return config
+
+    def begin(self, config: Recipe | OwnLoop, seed: int, **more: Any) -> None:
+        """Write the configuration of a new run."""
+        self._write_state(
+            {"config": to_json(config), "versions": versions(), "seed": seed, "status": "running", **more}
+        )
+
+    def describe(self, config: Recipe | OwnLoop) -> None:
+        """Replace the configuration."""
+        self._write_state({**self.state, "config": to_json(config)})
 
     @property
     def status(self) -> str:
@@ -137,7 +156,7 @@ class Run:
             self.attempt(self._metrics, self._append)
         self.attempt(self.folder / "run.json", lambda: self._write_state({**self.state, "status": status}))
 
-    def resumed(self, recipe: Recipe, step: int, changes: str) -> None:
+    def resumed(self, recipe: Recipe | OwnLoop, step: int, changes: str) -> None:
         """Record that the run is resumed, with a configuration that may differ."""
         state = self.state
         mortem = self.folder / "post-mortem.json"
@@ -251,8 +270,7 @@ def new_run(recipe: Recipe, parent: Path) -> Run:
     """Make a folder named after the recipe and the strategy, with the configuration in it."""
     strategy = "".join(c if c.isalnum() or c in "-." else "_" for c in recipe.strategy)[:40]
     run = Run(numbered(parent, f"{recipe.name}-{strategy}"))
-    state = {"config": to_json(recipe), "versions": versions(), "seed": recipe.seed, "status": "running"}
-    run._write_state({**state, "launch": _launch()})
+    run.begin(recipe, recipe.seed, launch=_launch())
     return run
 
 

@@ -1,0 +1,205 @@
+"""A log of any training loop, in the form that `nwise report` reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+import nwise
+from nwise.app.recipes import joined
+from nwise.app.recipes.loop import OwnLoop, Quality
+from nwise.app.training.log import StepLog, TimelineRecorder
+from nwise.app.training.run import Run
+from nwise.checks import check_at_least
+from nwise.pipeline import Pipeline
+
+__all__ = ["Log"]
+
+
+class Log:
+    """Writes losses, scores and learning rates of a loop into a folder, as `nwise train` does.
+
+    All processes make it and call it together; the first one writes. A folder with a log is continued: records of steps that the
+    pipeline has not made, as after a resume from an older checkpoint, are removed.
+
+    Args:
+        folder: the run's folder, new or with an earlier log.
+        pipe: the pipeline, after a resume if there is one.
+        batch_size: number of samples in a mini-batch.
+        quality: the score of the report's overview; default: ``"loss"``.
+        every: number of steps from one record of losses to the next; default 10.
+        timeline: number of steps whose actions are recorded, from the second step on; several processes; default 0: none.
+
+    Raises:
+        ValueError: another process writes to the folder, it holds a run of `nwise train`, or the strategy has no name by which
+            `nwise.strategy` finds it.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> pipe = nwise.Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], strategy="end-to-end")
+    >>> with tempfile.TemporaryDirectory() as parent, Log(f"{parent}/mine", pipe, batch_size=8, every=1) as log:
+    ...     losses = pipe.step(torch.randn(8, 4), target=torch.zeros(8, dtype=torch.long))
+    ...     log.step(losses, lr=0.1)
+    ...     log.test(loss=losses)
+    ...     [record["kind"] for record in log.records()]
+    ['train', 'test']
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pipe: Pipeline,
+        *,
+        batch_size: int,
+        quality: Quality = "loss",
+        every: int = 10,
+        timeline: int = 0,
+    ) -> None:
+        check_at_least(1, batch_size=batch_size, every=every)
+        check_at_least(0, timeline=timeline)
+        _check_named(pipe)
+        self._pipe = pipe
+        self._every = every
+        self._strategy = pipe.strategy
+        self._first = pipe.steps
+        self._phases = [(0, pipe.strategy)]
+        self._steps = StepLog(pipe)
+        self._held = ExitStack()
+        self._run = Run(Path(folder)) if pipe.processes.is_first else None
+        self._loop = OwnLoop(
+            name=Path(folder).name,
+            strategy=pipe.strategy.name,
+            heads=pipe.strategy.heads,
+            microbatches=pipe.num_microbatches,
+            batch_size=batch_size,
+            schedule=pipe.schedule if isinstance(pipe.schedule, str) else pipe.schedule.order,
+            quality=quality,
+            seed=pipe.seed,
+        )
+        self._samples = 0
+        seconds = 0.0
+        if self._run is not None:
+            self._held.enter_context(self._run.locked())
+            last = self._open(self._run)
+            self._samples = last.get("samples", 0)
+            seconds = last.get("seconds", 0.0)
+        self._began = time.perf_counter() - seconds
+        self._timeline: TimelineRecorder | None = None
+        if timeline:
+            begin = pipe.steps + 1
+            self._timeline = TimelineRecorder(pipe, pipe.strategy.name, begin, begin + timeline)
+
+    def _open(self, run: Run) -> dict[str, Any]:
+        """Begin the log, or continue the one of the folder; return its last record."""
+        if not (run.folder / "run.json").exists():
+            run.begin(self._loop, self._loop.seed)
+            return {}
+        before = run.described
+        if not isinstance(before, OwnLoop):
+            raise ValueError(
+                f"{run.folder} should be a new folder, or one with a log. Found a run of `nwise train`; give another folder."
+            )
+        run.rewind(self._pipe.steps)
+        self._phases = [one for one in before.phases(1) if one[0] < self._pipe.steps] or self._phases
+        self._note_strategy()
+        run.resumed(self._loop, self._pipe.steps, "")
+        return run.metrics()[-1] if run.metrics() else {}
+
+    def step(self, losses: Tensor, lr: float = float("nan")) -> None:
+        """Note a step that has just been made; call it after each.
+
+        Args:
+            losses: what `Pipeline.step` returned, ``[A]``.
+            lr: the learning rate; default: none.
+        """
+        self._note_strategy()
+        if self._pipe.steps % self._every == 0:
+            self._steps.put(self._pipe.steps, losses, lr, self._seconds)
+        self._write()
+
+    def test(self, loss: Tensor, accuracy: Tensor | None = None) -> None:
+        """Note the scores of all heads at this step.
+
+        Args:
+            loss: a number for each stage, ``[A]``, such as `Pipeline.score` returns; nan for heads without one.
+            accuracy: the same, from 0 to 1; default: none.
+        """
+        self._write(wait=True)
+        scores = {"loss": loss, "accuracy": accuracy if accuracy is not None else torch.full_like(loss, torch.nan)}
+        self._record("test", self._pipe.steps, {name: values.tolist() for name, values in scores.items()})
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return all records so far, in the first process; none elsewhere."""
+        self._write(wait=True)
+        return [] if self._run is None else self._run.metrics()
+
+    def close(self, status: str = "done") -> None:
+        """Write what is left, and end the log; all processes call it together.
+
+        Args:
+            status: ``"done"`` (default), ``"stopped"`` or ``"failed"``.
+        """
+        self._write(wait=True)
+        if self._timeline is not None:
+            self._timeline.save(self._run)
+        if self._run is not None:
+            self._run.finish(status)
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The other processes may be gone, so nobody waits for them.
+        if self._run is not None:
+            self._run.finish("failed")
+        self._held.close()
+
+    @property
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._began, 3)
+
+    def _note_strategy(self) -> None:
+        """Write down that another strategy makes the steps from now on."""
+        if self._pipe.strategy == self._phases[-1][1]:
+            return
+        _check_named(self._pipe)
+        self._phases.append((max(0, self._pipe.steps - 1), self._pipe.strategy))
+        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)))
+        if self._run is not None:
+            self._run.describe(self._loop)
+
+    def _write(self, *, wait: bool = False) -> None:
+        for step, values in self._steps.take(wait=wait):
+            self._record("train", step, values)
+
+    def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            samples = self._samples + (step - self._first) * self._loop.batch_size
+            self._run.record(kind=kind, step=step, **{"samples": samples, "seconds": self._seconds, **values})
+
+
+def _check_named(pipe: Pipeline) -> None:
+    """Raise ValueError unless the strategy's name says what it is."""
+    try:
+        same = nwise.strategy(pipe.strategy.name, heads=pipe.strategy.heads) == pipe.strategy
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError(
+            f"The strategy of a log should have a name that `nwise.strategy` knows. Found {pipe.strategy.name!r}; give its "
+            "matrix to `nwise.Credit`."
+        )
