@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,23 @@ def test_what_a_log_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         pass
     assert cli.run(["evaluate", str(tmp_path / "mine")]) == 2
     assert "should be a run of `nwise train`. Found the log of another loop" in capsys.readouterr().err
+
+
+def test_two_runs_are_the_same_or_part_somewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["train", "digits", "--filters", "2", "--max-steps", "6", "--log-every", "2", "--runs", str(tmp_path)]
+    assert cli.run(quick) == cli.run(quick) == cli.run([*quick, "--lr", "0.002"]) == 0
+    one, two, three = (str(tmp_path / f"digits-2-wise-mean-00{i}") for i in (1, 2, 3))
+    capsys.readouterr()
+    assert cli.run(["same", one, two]) == 0
+    assert re.fullmatch(r"The same: \d+ records and \d+ tensors, bit for bit.\n", capsys.readouterr().out)
+    assert cli.run(["same", one, three]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"They part at step 2, train: loss of stage \d is 2\.\d+ and 2\.\d+\.", out)
+    assert re.search(r"\d+ of \d+ tensors of the weights differ, \S+ most: by ", out)
+    with (tmp_path / "digits-2-wise-mean-002" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 8}\n')
+    assert cli.run(["same", one, two, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["alone"], found["first"], found["apart"]) == (False, 1, None, {})
+    assert cli.run(["same", one, str(tmp_path)]) == 2
+    assert "A run should be a folder with a run.json" in capsys.readouterr().err

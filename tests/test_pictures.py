@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,6 +23,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def picture(name: str = "2-wise", costs: Costs = PAPER) -> Picture:
     return Picture(name, best(name, num_stages=4, num_microbatches=2, costs=costs))
+
+
+QUICK = ["--strategy", "2-wise", "--stages", "3", "--microbatches", "1", "--latency", "0"]
 
 
 def test_terminal_shows_the_schedule_grid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,28 +104,6 @@ def test_schedule_figures_are_written(suffix: str, capsys: pytest.CaptureFixture
             assert words in text
 
 
-def test_schedule_page_is_complete_and_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
-    assert cli.run(["schedule", "--strategy", "2-wise", "gpipe", "--microbatches", "2", "4", "--out", "s.html"]) == 0
-    text = Path("s.html").read_text()
-    for words in ("2-wise, A = 4, M = 2", "gpipe, A = 4, M = 4", "input gradient", "forward"):
-        assert words in text
-    assert not re.search(r"<(script|link)[^>]+(src|href)=\"http", text)
-    assert "Schedule: s.html" in capsys.readouterr().out
-
-
-def test_schedule_page_without_plotly_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def searched(*args: object, **kwargs: object) -> None:
-        raise AssertionError("schedules were searched before the check")
-
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.setattr("nwise.app.cli.drawing.method_schedule", searched)
-    assert cli.run(["schedule", "--out", "s.html"]) == 2
-    assert "Install it with `pip install 'nwise[app]'`" in capsys.readouterr().err
-
-
 def test_chrome_trace_matches_timeline_and_messages() -> None:
     costs = Costs(1, 0.5, 1, 1, latency=0.25)
     pictures = [
@@ -187,11 +167,11 @@ def test_bad_schedule_options_get_one_sentence(
     assert "Traceback" not in out + err
 
 
-def test_schedule_page_escapes_titles(tmp_path: Path) -> None:
-    """The name of a costs file appears in a title."""
+def test_explorer_escapes_names_of_costs(tmp_path: Path) -> None:
+    """The name of a costs file is a choice of the page."""
     name = "<script>alert(1)<.json"
     Path(name).write_text(json.dumps({"forward": 1, "head": 0, "input_grad": 1, "weight_grad": 1}))
-    assert cli.run(["schedule", "--costs", "paper", name, "--out", "page.html"]) == 0
+    assert cli.run(["explore", *QUICK, "--costs", "paper", name, "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
     assert "alert(1)" in page
     assert "<script>alert(1)" not in page

@@ -15,15 +15,16 @@ __all__ = ["COMMANDS", "main", "run"]
 # Module of each command, whose class is `TrainCommand` and so on, and its line in `nwise --help`.
 COMMANDS = {
     "train": ("training", "Train a recipe, showing loss and accuracy of every head; can be resumed."),
-    "compare": ("training", "Train several strategies from the same start; a table and a figure."),
+    "compare": ("training", "Train several strategies from the same start; a table and a page."),
     "evaluate": ("training", "Score a run on its test set: every head, and ensembles of the top n heads."),
     "export": ("training", "Write the main network without its heads."),
     "recipes": ("training", "List the recipes."),
     "plan": ("planning", "Find the fastest strategy and number of micro-batches for devices and costs."),
-    "schedule": ("drawing", "Show orders of work, in the terminal or as a figure, a page, or a trace."),
+    "schedule": ("drawing", "Show orders of work, in the terminal or as a figure or a trace."),
     "explore": ("drawing", "Write a page on which to explore schedules."),
     "flow": ("drawing", "Draw which loss trains which stage."),
     "report": ("report", "Show runs on one page that opens offline."),
+    "same": ("report", "Say whether two runs are the same, bit for bit, or where they part."),
 }
 
 

@@ -16,10 +16,9 @@ from nwise.app.cli.costs import parse_costs, read_file
 from nwise.app.cli.output import Output, print_json
 from nwise.app.recipes import parse_phases
 from nwise.app.records import json_line
-from nwise.app.report.explore import METHODS, MOST, Choices, explore, write_pictures
+from nwise.app.report.explore import METHODS, MOST, Choices, explore
 from nwise.app.report.figures import check_format, flow_figure
 from nwise.app.report.grid import Picture, chrome_trace, legend, schedule_figure, terminal_grid
-from nwise.app.report.html import plotly
 from nwise.app.report.interchange import read_csv, write_csv
 from nwise.checks import check_at_least
 from nwise.progress import progress_bar
@@ -29,7 +28,7 @@ from nwise.schedule.named import ORDERS
 from nwise.schedule.placement import parse_placement
 
 _FIGURES = (".png", ".svg", ".pdf")
-_FORMATS = (*_FIGURES, ".html", ".json", ".csv")
+_FORMATS = (*_FIGURES, ".json", ".csv")
 _NOT_WITH_CSV = ("strategy", "stages", "microbatches", "order", "ranks", "placement")
 _METHODS = f"Strategies, or {', '.join(BASELINES)}, separated by spaces."
 
@@ -64,7 +63,7 @@ class FlowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCommand:
-    """Show the best order of work of strategies and pipelines: in the terminal, as a figure, a page, or a trace.
+    """Show the best order of work of strategies and pipelines: in the terminal, as a figure, or as a trace.
 
     Example: nwise schedule --strategy 2-wise zero-bubble --stages 8 --microbatches 2
     """
@@ -90,7 +89,7 @@ class ScheduleCommand:
     lists: bool = False
     """Print every rank's list of actions too."""
     out: Path | None = None
-    """File to write: .png, .svg, .pdf (figure), .html (interactive page), .json (trace for ui.perfetto.dev), .csv (torch's)."""
+    """File to write: .png, .svg, .pdf (figure), .json (trace for ui.perfetto.dev), .csv (torch's)."""
     json: bool = False
     """Print only JSON: lists and numbers."""
 
@@ -100,8 +99,6 @@ class ScheduleCommand:
                 raise ValueError(f"`out` should be a file that ends in {', '.join(_FORMATS)}. Found {str(self.out)!r}.")
             if self.out.suffix in _FIGURES:
                 check_format(self.out)
-            if self.out.suffix == ".html":
-                plotly()  # fails early where it is missing
         check_at_least(1, batches=self.batches)
         pictures = list(self._pictures())
         if self.out is not None:
@@ -160,9 +157,7 @@ class ScheduleCommand:
         # Before a folder is made: only end-to-end schedules have this form.
         csv = write_csv(pictures[0].schedule) if out.suffix == ".csv" else ""
         out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix == ".html":
-            write_pictures(pictures, out)
-        elif out.suffix == ".json":
+        if out.suffix == ".json":
             out.write_text(json_line(chrome_trace(pictures)))
         elif out.suffix == ".csv":
             out.write_text(csv)

@@ -1,21 +1,24 @@
-"""The command `nwise report`."""
+"""The commands `nwise report` and `nwise same`."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from nwise.app.cli.output import Output, print_json
+from nwise.app.cli.output import FAILED, OK, Output, print_json
 from nwise.app.records import json_line
 from nwise.app.report.display import numbers_table
 from nwise.app.report.grid import row_names
 from nwise.app.report.html import check_page
 from nwise.app.report.measured import Comparison
 from nwise.app.report.page import report
+from nwise.app.report.same import parting
 from nwise.app.report.summary import Summary
+from nwise.app.training import Run
 from nwise.schedule.actions import describe
 
 
@@ -51,6 +54,39 @@ class ReportCommand:
             if comparison is not None:
                 _print_comparison(console, run.title, trace, comparison)
         console.say(f"Page: {out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameCommand:
+    """Compare the records and the weights of two runs, bit for bit; the exit code is 1 if they differ.
+
+    Example: nwise same runs/digits-2-wise-mean-001 runs/digits-2-wise-mean-002
+    """
+
+    one: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of a run."""
+    other: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of another run."""
+    json: bool = False
+    """Print only JSON: the numbers."""
+
+    def run(self, console: Output) -> int:
+        found = parting(Run.open(self.one), Run.open(self.other))
+        if self.json:
+            print_json({"same": found.same, **dataclasses.asdict(found)})
+            return OK if found.same else FAILED
+        if found.same:
+            console.say(f"The same: {found.records:,} records and {found.tensors:,} tensors, bit for bit.")
+            return OK
+        records = f"{found.records:,} records of the same kind and step are equal"
+        console.say(f"They part at {found.first}." if found.first else f"All {records}.")
+        if found.alone:
+            console.say(f"One run alone has {found.alone:,} more records.")
+        if found.apart:
+            worst = max(found.apart, key=found.apart.__getitem__)
+            some = f"{len(found.apart):,} of {found.tensors:,} tensors"
+            console.say(f"{some} of the weights differ, {worst} most: by {found.apart[worst]:.2g}.")
+        return FAILED
 
 
 def _print_comparison(console: Output, title: str, trace: Path, comparison: Comparison) -> None:

@@ -21,7 +21,7 @@ from nwise.schedule.find import known_method, method_schedule
 from nwise.schedule.named import stages_on
 from nwise.strategies import EndToEnd, Local, strategy
 
-__all__ = ["Choices", "explore", "write_pictures"]
+__all__ = ["Choices", "explore"]
 
 METHODS = (
     "2-wise",
@@ -132,7 +132,7 @@ def explore(
         "costs": list(choices.costs),
         "latency": choices.latency,
     }
-    _write(path, "Schedule explorer", dimensions, entries)
+    _write(path, dimensions, entries)
     records = []
     for place, entry in entries.items():
         chosen = {name: values[i] for (name, values), i in zip(dimensions.items(), place, strict=True)}
@@ -140,18 +140,9 @@ def explore(
     return records
 
 
-def write_pictures(pictures: Sequence[Picture], path: Path) -> None:
-    """Write a page with only these schedules, one choice for each."""
-    dimensions = {"method": [picture.title for picture in pictures], "microbatches": [""]}
-    entries: dict[Place, Any] = {(i, 0): _make_entry(picture) for i, picture in enumerate(pictures)}
-    _write(path, "Schedules", dimensions, entries, compared=False)
-
-
-def _write(
-    path: Path, title: str, dimensions: dict[str, Any], entries: dict[Place, Any], *, compared: bool = True
-) -> None:
-    """Write the page; `compared` says whether it names the best schedule."""
-    rules = {name: strategy(name) for name in dimensions["method"] if compared and name not in _END_TO_END}
+def _write(path: Path, dimensions: dict[str, Any], entries: dict[Place, Any]) -> None:
+    title = "Schedule explorer"
+    rules = {name: strategy(name) for name in dimensions["method"] if name not in _END_TO_END}
     # No gradient crosses a boundary, or some are late; the page does not compare such steps with others.
     local = [
         n for n, rule in rules.items() if is_late(rule) or same_gradients(rule, Local(), max(dimensions["stages"]))
@@ -164,7 +155,6 @@ def _write(
         "kinds": kinds(),
         "baselines": list(_END_TO_END),
         "local": local,
-        "compared": compared,
     }
     write_page(path, title, asset("explore.html").format(title=title), "explore.js", data)
 

@@ -1,6 +1,6 @@
 // The schedule explorer: every choice looks up a schedule that nwise has timed; this script computes no schedules.
 "use strict";
-const { dimensions, initial, entries, baselines, local, compared } = data;
+const { dimensions, initial, entries, baselines, local } = data;
 const names = Object.keys(dimensions);
 const chosen = Object.fromEntries(names.map(name => [name, initial[name] ?? 0]));
 const key = choice => names.map(name => choice[name]).join(",");
@@ -20,8 +20,7 @@ function draw() {
   const message = document.getElementById("answer");
   document.getElementById("absent").hidden = Boolean(entry);
   document.getElementById("result").hidden = !entry;
-  message.textContent = compared ? verdict().text : "";
-  message.hidden = !compared;
+  message.textContent = verdict().text;
   table();
   if (!entry) { document.getElementById("absent").textContent = absence(); return; }
   document.getElementById("period").textContent = show(entry.period);
@@ -53,13 +52,14 @@ function table() {
   body.replaceChildren(...rows.map(({ method, entry, best }) => {
     const row = document.createElement("tr");
     if (method === chosen.method) row.classList.add("chosen");
-    if (compared && shortest === method) row.classList.add("best");
+    if (shortest === method) row.classList.add("best");
     cell(row, dimensions.method[method] + (isBaseline(method) ? " (end-to-end)" : ""), "th");
     cell(row, show(entry.period));
     cell(row, show(entry.lower_bound));
     cell(row, Math.max(...entry.in_flight));
     cell(row, `${Math.round(100 * entry.utilisation.reduce((a, b) => a + b) / entry.utilisation.length)} %`);
-    if (compared) { cell(row, show(best.entry.period)); cell(row, best.m); }
+    cell(row, show(best.entry.period));
+    cell(row, best.m);
     return row;
   }));
 }
@@ -106,7 +106,6 @@ function menus() {
   }
 }
 
-if (!compared) for (const head of document.querySelectorAll(".compared")) head.remove();
 menus();
 draw();
 document.body.dataset.ready = "yes";
