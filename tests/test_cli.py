@@ -98,6 +98,24 @@ def test_compare_draws_and_tabulates(capsys: pytest.CaptureFixture[str]) -> None
     assert rows[1]["at_equal_time"] == pytest.approx(0.75 * first + 0.25 * second)
 
 
+def test_compare_gives_each_strategy_its_best_rate_and_several_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--filters", "2", "--max-steps", "44"]
+    arguments = ["compare", *small, "--strategies", "local", "end-to-end", "--rates", "1e-9", "0.003", "--seeds", "2"]
+    assert cli.run([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert [(row["strategy"], row["seed"], row["lr"]) for row in rows] == [
+        ("local", 0, 0.003),
+        ("local", 1, 0.003),
+        ("end-to-end", 0, 0.003),
+        ("end-to-end", 1, 0.003),
+    ]
+    assert rows[0]["curve"]["values"] != rows[1]["curve"]["values"]
+    assert cli.run(["compare", *small, "--strategies", "local", "--lr", "0.003", "--seed", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["curve"] == rows[1]["curve"]
+    assert cli.run(arguments) == 0
+    assert re.search(r"local +│ +0\.003 +│ +\d+\.\d\d ± \d+\.\d\d", capsys.readouterr().out)
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["recipes"]) == 0
     out = capsys.readouterr().out
@@ -190,6 +208,8 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["flow", "--out", "."], "Found '.'"),
         (["flow", "--strategies"], "`strategy` should name at least one"),
         (["compare", "--strategies"], "`strategies` should name at least one"),
+        (["compare", "--seeds", "0"], "`seeds` should be an integer of at least 1. Found 0"),
+        (["compare", "--rates", "0"], "`rates` should be above 0. Found 0"),
         (["train", "--epochs", "inf"], "`epochs` should be a number above 0 and below 1e\\+12. Found inf"),
         (["train", "--eval-every", "nan"], "`eval_every` should be a number above 0 and below 1e\\+12. Found nan"),
         (["explore", "--stages", "0", "--out", "x/e.html"], "`stages` should be an integer of at least 1. Found 0"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
+import math
 import signal
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +31,7 @@ from nwise.app.report.summary import Summary
 from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
 from nwise.app.training.run import numbered, versions
 from nwise.checkpoint import replacing, save_tensors, under
+from nwise.checks import check_at_least
 from nwise.process import use_one_thread
 from nwise.runtime.launch import variable
 from nwise.runtime.processes import tell_all
@@ -161,6 +165,10 @@ class CompareCommand:
     """Name of a recipe (`nwise recipes` lists them)."""
     strategies: tuple[str, ...] = ("local", "2-wise", "end-to-end")
     """Strategies, separated by spaces (`--strategy` is ignored)."""
+    seeds: int = 1
+    """Number of seeds, from `--seed` on; the table has means and standard deviations."""
+    rates: tuple[float, ...] = ()
+    """Learning rates, separated by spaces: each strategy takes its best, by a trial with the first seed; default: `--lr`."""
     runs: Path = Path("runs")
     """Parent folder of the runs' folders."""
     page: Path | None = None
@@ -172,6 +180,9 @@ class CompareCommand:
     def run(self, console: Output) -> int:
         plotly()  # fails early where it is missing
         callbacks = () if self.json else (display_for(console),)
+        check_at_least(1, seeds=self.seeds)
+        if wrong := [rate for rate in self.rates if not 0 < rate < math.inf]:
+            raise ValueError(f"`rates` should be above 0. Found {wrong[0]}.")
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
         _choose_threads(self.config)
@@ -179,7 +190,7 @@ class CompareCommand:
         page = self.page or parent / "report.html"
         page.parent.mkdir(parents=True, exist_ok=True)
         try:
-            results = comparison.compare(self.config, self.strategies, parent, callbacks, data)
+            results = comparison.compare(self.config, self.strategies, parent, callbacks, data, self.seeds, self.rates)
         except KeyboardInterrupt:
             note(f"Interrupted. The runs so far are in {parent}.")
             return INTERRUPTED
@@ -192,19 +203,30 @@ class CompareCommand:
             print_json({**record, "page": str(page)})
             return OK
         lines = []
-        for r in results:
-            slots = r.curve.slots[-1] / r.curve.steps[-1]
-            qualities = number(r.curve.values[-1], 2), number(r.at_slots(budget), 2)
-            lines.append([r.strategy, *qualities, number(slots, 1), number(r.seconds, 1)])
+        for strategy, group in itertools.groupby(results, key=lambda result: result.strategy):
+            runs = list(group)
+            slots = runs[0].curve.slots[-1] / runs[0].curve.steps[-1]
+            qualities = _spread([r.curve.values[-1] for r in runs]), _spread([r.at_slots(budget) for r in runs])
+            seconds = number(sum(r.seconds for r in runs), 1)
+            lines.append([strategy, f"{runs[0].lr:g}", *qualities, number(slots, 1), seconds])
         kind = "accuracy %" if results[0].kind == "accuracy" else results[0].kind
         title = f"{self.config.name}: test {kind} of the last head"
-        console.print(numbers_table(title, ("strategy", "equal steps", "equal time", "slots/step", "seconds"), lines))
+        console.print(
+            numbers_table(title, ("strategy", "rate", "equal steps", "equal time", "slots/step", "seconds"), lines)
+        )
         console.say(
             f"Equal time is {budget:,.0f} slots on one accelerator per stage, modelled and not measured: in the paper's timing\n"
             "model a forward takes one slot, each loss's pass through a stage one, and heads none. Between tests quality is\n"
             f"interpolated. Seconds are this machine's, one process doing all stages.\nPage: {page}"
         )
         return OK
+
+
+def _spread(values: list[float]) -> str:
+    """Format a mean, with the standard deviation if there are several values."""
+    if len(values) == 1:
+        return number(values[0], 2)
+    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,8 @@ class Result:
 
     Args:
         strategy: name of the strategy.
+        seed: the run's seed.
+        lr: its learning rate.
         run: folder of the run.
         kind: ``"accuracy"`` (per cent) or ``"perplexity"``.
         curve: test quality of the last head.
@@ -46,6 +48,8 @@ class Result:
     """
 
     strategy: str
+    seed: int
+    lr: float
     run: str
     kind: str
     curve: Curve
@@ -67,8 +71,8 @@ def check(recipe: Recipe, strategies: Sequence[str], data: Data) -> None:
     """
     if not strategies:
         raise ValueError("`strategies` should name at least one. Found none.")
-    for variant in _variants(recipe, strategies):
-        Trainer(variant, data)
+    for strategy in strategies:
+        Trainer(_variant(recipe, strategy, recipe.seed, recipe.optimizer.lr), data)
 
 
 def compare(
@@ -77,8 +81,12 @@ def compare(
     folder: Path,
     callbacks: tuple[Callback, ...] = (),
     data: Data | None = None,
+    seeds: int = 1,
+    rates: Sequence[float] = (),
 ) -> list[Result]:
-    """Train each strategy from the same initial values on the same batches.
+    """Train each strategy from the same initial values on the same batches, for each seed; each at the best of some rates.
+
+    With several rates each strategy first has a trial of every rate, with the first seed; the one whose last test is best counts.
 
     Args:
         recipe: everything but the strategy.
@@ -86,13 +94,34 @@ def compare(
         folder: parent folder of the runs' folders.
         callbacks: callbacks for every run.
         data: the recipe's data, if already loaded.
+        seeds: number of seeds, from the recipe's on; default 1.
+        rates: learning rates to try; default: that of the recipe.
     """
-    return [_result(variant, folder, callbacks, data or recipe.load()) for variant in _variants(recipe, strategies)]
+    loaded = {recipe.seed: data or recipe.load()}  # the seed splits some data sets
+    for seed in range(recipe.seed + 1, recipe.seed + seeds):
+        loaded[seed] = dataclasses.replace(recipe, seed=seed).load()
+    results = []
+    for strategy in strategies:
+        trials = [
+            _result(_variant(recipe, strategy, recipe.seed, lr), folder, callbacks, loaded[recipe.seed])
+            for lr in rates or [recipe.optimizer.lr]
+        ]
+        best_trial = max(trials, key=_rank)
+        variants = [_variant(recipe, strategy, seed, best_trial.lr) for seed in list(loaded)[1:]]
+        results += [best_trial, *(_result(variant, folder, callbacks, loaded[variant.seed]) for variant in variants)]
+    return results
 
 
-def _variants(recipe: Recipe, strategies: Sequence[str]) -> list[Recipe]:
+def _rank(result: Result) -> float:
+    """Return a sort key that is larger for a better run; one that diverged is the worst."""
+    value = result.curve.values[-1]
+    return float("-inf") if value != value else value if result.kind == "accuracy" else -value
+
+
+def _variant(recipe: Recipe, strategy: str, seed: int, lr: float) -> Recipe:
+    optimizer = dataclasses.replace(recipe.optimizer, lr=lr)
     # Divergence is a result too.
-    return [dataclasses.replace(recipe, strategy=strategy, on_nan="ignore") for strategy in strategies]
+    return dataclasses.replace(recipe, strategy=strategy, seed=seed, optimizer=optimizer, on_nan="ignore")
 
 
 def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data: Data) -> Result:
@@ -109,7 +138,15 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
     steps = tests.along["step"]
     values = [float("nan") if value is None else value for value in tests.values]
     curve = Curve([int(step) for step in steps], values, _slots(trainer, steps))
-    return Result(recipe.strategy, str(run.folder), recipe.quality, curve, run.metrics()[-1]["seconds"])
+    return Result(
+        recipe.strategy,
+        recipe.seed,
+        recipe.optimizer.lr,
+        str(run.folder),
+        recipe.quality,
+        curve,
+        run.metrics()[-1]["seconds"],
+    )
 
 
 def _slots(trainer: Trainer, steps: Sequence[float]) -> list[float]:
