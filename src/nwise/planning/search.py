@@ -36,7 +36,6 @@ __all__ = ["Cut", "Search", "search"]
 
 _STARTS = 6  # first cuts of a kind that are improved
 _FINALISTS = 3  # cuts whose best schedules are compared
-_MORE_FINALISTS = 3  # under a limit of memory, where the one order that climbing knows may mislead
 # How far the starts of a stage and of the next one move together.
 _STEPS = [(a, b) for a in (-2, -1, 1, 2) for b in (-2, -1, 0, 1, 2)]
 _TIMES = [name for name, row in ROWS.items() if row.unit == "time" and row.pieces != "link"]  # of a device's work
@@ -224,8 +223,7 @@ class Search:
         if self._pipeline is not None:
             return self._best_of(self.assignments[:_FINALISTS])[0]
         ends = sorted(dict.fromkeys(map(self._climbed, dict.fromkeys(self._first()))), key=self._score)
-        finalists = ends[: _FINALISTS if self._memory is None else _MORE_FINALISTS]
-        return self._best_of(finalists)[0]
+        return self._best_of(ends[:_FINALISTS])[0]
 
     def _best_of(self, assignments: Sequence[Assignment]) -> list[Cut]:
         """Return the cuts that fit the memory, the best first."""
@@ -242,7 +240,8 @@ class Search:
         return sorted(cuts, key=lambda cut: preference(cut.schedule))
 
     def _climbed(self, assignment: Assignment) -> Assignment:
-        # Starts 0, 3, 6 of stages; each move takes one start to where the step of the pipeline is shortest:
+        # Starts 0, 3, 6 of stages; each move takes one start, or those of two stages in a row, to
+        # where the step of the pipeline is shortest:
         #
         #     p0 p1 p2 | p3 p4 p5 | p6 p7       9.0
         #     p0 p1 p2 | p3 p4 | p5 p6 p7       8.2
