@@ -116,6 +116,27 @@ def test_compare_gives_each_strategy_its_best_rate_and_several_seeds(capsys: pyt
     assert re.search(r"local +│ +0\.003 +│ +\d+\.\d\d ± \d+\.\d\d", capsys.readouterr().out)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_rate_that_diverges_is_not_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a network of nan is right by chance, and its rate won; and no deviation of nan could be printed."""
+    small = [
+        "compare",
+        "--filters",
+        "2",
+        "--max-steps",
+        "6",
+        "--strategies",
+        "end-to-end",
+        "end-to-end",
+        "--seeds",
+        "2",
+    ]
+    assert cli.run([*small, "--rates", "1e20", "0.001", "--json"]) == 0
+    assert [row["lr"] for row in json.loads(capsys.readouterr().out)["results"]] == [0.001, 0.001]
+    assert cli.run([*small, "--rates", "1e20"]) == 0
+    assert "– ± –" in capsys.readouterr().out
+
+
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["recipes"]) == 0
     out = capsys.readouterr().out

@@ -93,6 +93,33 @@ def test_a_log_knows_every_strategy_of_its_loop(tmp_path: Path) -> None:
     assert summary.tests[0]["accuracy"] == [None, None]
 
 
+def test_a_log_that_goes_on_keeps_its_strategies_and_samples(tmp_path: Path) -> None:
+    """Regression: strategies of earlier processes were lost, or began a step early, or twice at a step, which nobody can read."""
+    pipe = pipeline("local")
+    for strategies in (["end-to-end", "end-to-end"], ["end-to-end"], ["2-wise", "local", "local"]):
+        pipe.strategy = nwise.strategy(strategies[0], heads="all")
+        with Log(tmp_path / "mine", pipe, batch_size=6, every=2) as log:
+            for strategy in strategies:
+                pipe.strategy = nwise.strategy(strategy, heads="all")
+                log.step(step(pipe), lr=0.1)
+            log.test(torch.zeros(2))
+    (summary,) = Summary.open_all([tmp_path / "mine"])
+    assert summary.strategy == "end-to-end@3,2-wise@4,local"
+    assert [(one["step"], one["samples"]) for one in summary.records] == [
+        *((2, 12), (2, 12), (3, 18), (4, 24), (6, 36), (6, 36))
+    ]
+    assert summary.history == ["resumed from step 2", "resumed from step 3"]
+
+
+def test_a_strategy_that_is_set_before_the_first_step_is_the_first(tmp_path: Path) -> None:
+    pipe = pipeline("local")
+    with Log(tmp_path / "mine", pipe, batch_size=6, every=1) as log:
+        pipe.strategy = nwise.strategy("end-to-end")
+        log.step(step(pipe))
+        log.test(torch.zeros(2))
+    assert Summary.open_all([tmp_path / "mine"])[0].strategy == "end-to-end"
+
+
 def test_a_loop_that_fails_leaves_a_log_that_says_so(tmp_path: Path) -> None:
     pipe = pipeline()
 
@@ -120,8 +147,19 @@ def test_what_a_log_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         Log(tmp_path / "own", pipeline(Own()), batch_size=6)
     with pytest.raises(ValueError, match="`every` should be an integer of at least 1. Found 0"):
         Log(tmp_path / "own", pipeline(), batch_size=6, every=0)
-    with Log(tmp_path / "mine", pipeline(), batch_size=6):
-        pass
+    with pytest.raises(ValueError, match="`quality` should be one of loss, accuracy, perplexity. Found 'bogus'"):
+        Log(tmp_path / "own", pipeline(), batch_size=6, quality="bogus")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`timeline` should be 0 in one process. Found 2"):
+        Log(tmp_path / "own", pipeline(), batch_size=6, timeline=2)
+    with Log(tmp_path / "mine", pipeline(), batch_size=6) as log:
+        with pytest.raises(ValueError, match=r"`loss` should have a number for each of the 2 stages. Found shape \[\]"):
+            log.test(torch.tensor(0.5))
+        with pytest.raises(
+            ValueError, match=r"`losses` should have a number for each of the 2 stages. Found shape \[3\]"
+        ):
+            log.step(torch.zeros(3))
+    assert cli.run(["same", str(tmp_path / "mine"), str(tmp_path / "mine")]) == 1
+    assert "Neither run has a record or weights." in capsys.readouterr().out
     assert cli.run(["evaluate", str(tmp_path / "mine")]) == 2
     assert "should be a run of `nwise train`. Found the log of another loop" in capsys.readouterr().err
 

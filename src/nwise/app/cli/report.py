@@ -78,6 +78,9 @@ class SameCommand:
         if found.same:
             console.say(f"The same: {found.records:,} records and {found.tensors:,} tensors, bit for bit.")
             return OK
+        if not found.records + found.tensors + found.alone:
+            console.say("Neither run has a record or weights.")
+            return FAILED
         records = f"{found.records:,} records of the same kind and step are equal"
         console.say(f"They part at {found.first}." if found.first else f"All {records}.")
         if found.alone:

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 import signal
-import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -226,7 +225,8 @@ def _spread(values: list[float]) -> str:
     """Format a mean, with the standard deviation if there are several values."""
     if len(values) == 1:
         return number(values[0], 2)
-    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+    found = torch.tensor(values, dtype=torch.float64)
+    return f"{number(float(found.mean()), 2)} ± {number(float(found.std()), 2)}"
 
 
 @dataclass(frozen=True, kw_only=True)

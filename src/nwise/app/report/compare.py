@@ -101,10 +101,10 @@ def compare(
     for seed in range(recipe.seed + 1, recipe.seed + seeds):
         loaded[seed] = dataclasses.replace(recipe, seed=seed).load()
     results = []
-    for strategy in strategies:
+    for strategy in dict.fromkeys(strategies):
         trials = [
             _result(_variant(recipe, strategy, recipe.seed, lr), folder, callbacks, loaded[recipe.seed])
-            for lr in rates or [recipe.optimizer.lr]
+            for lr in dict.fromkeys(rates or [recipe.optimizer.lr])
         ]
         best_trial = max(trials, key=_rank)
         variants = [_variant(recipe, strategy, seed, best_trial.lr) for seed in list(loaded)[1:]]
@@ -134,9 +134,14 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
             "and compare again."
         )
     # The numbers come from the records, so every number shown was written.
-    tests = Summary(run.folder.name, run).head("test", recipe.quality, trainer.pipe.num_stages - 1)
+    tests, losses = (
+        Summary(run.folder.name, run).head("test", name, trainer.pipe.num_stages - 1)
+        for name in (recipe.quality, "loss")
+    )
     steps = tests.along["step"]
-    values = [float("nan") if value is None else value for value in tests.values]
+    # A network of nan is still right by chance.
+    pairs = zip(tests.values, losses.values, strict=True)
+    values = [float("nan") if value is None or loss is None else value for value, loss in pairs]
     curve = Curve([int(step) for step in steps], values, _slots(trainer, steps))
     return Result(
         recipe.strategy,

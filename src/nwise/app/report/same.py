@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Parting:
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return self.first is None and not self.apart and not self.alone
+        return self.first is None and not self.apart and not self.alone and self.records + self.tensors > 0
 
 
 def parting(one: Run, other: Run) -> Parting:
@@ -44,7 +45,7 @@ def parting(one: Run, other: Run) -> Parting:
     Raises:
         ValueError: a record or a file of weights cannot be read.
     """
-    first, second = ({(record["kind"], record["step"]): record for record in run.metrics()} for run in (one, other))
+    first, second = map(_numbered, (one.metrics(), other.metrics()))
     shared = [key for key in first if key in second]
     apart = next((words for key in shared if (words := _difference(first[key], second[key]))), None)
     weights = [run.weights() if run.weights_file.exists() else {} for run in (one, other)]
@@ -52,6 +53,17 @@ def parting(one: Run, other: Run) -> Parting:
     gaps = {name: _gap(weights[0].get(name), weights[1].get(name)) for name in names}
     alone = len(first) + len(second) - 2 * len(shared)
     return Parting(len(shared), alone, apart, len(names), {name: by for name, by in gaps.items() if by})
+
+
+def _numbered(records: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """Return records by kind, step and number; a step may have several of a kind."""
+    counts = Counter[tuple[str, int]]()
+    found = {}
+    for record in records:
+        place = str(record["kind"]), record["step"]
+        found[*place, counts[place]] = record
+        counts[place] += 1
+    return found
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

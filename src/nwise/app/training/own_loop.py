@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class Log:
         timeline: number of steps whose actions are recorded, from the second step on; several processes; default 0: none.
 
     Raises:
-        ValueError: another process writes to the folder, it holds a run of `nwise train`, or the strategy has no name by which
-            `nwise.strategy` finds it.
+        ValueError: another process writes to the folder, it holds a run of `nwise train`, an option is invalid, or the strategy
+            has no name by which `nwise.strategy` finds it.
 
     >>> import tempfile
     >>> from torch import nn
@@ -65,11 +65,13 @@ class Log:
     ) -> None:
         check_at_least(1, batch_size=batch_size, every=every)
         check_at_least(0, timeline=timeline)
+        if quality not in get_args(Quality):
+            raise ValueError(f"`quality` should be one of {', '.join(get_args(Quality))}. Found {quality!r}.")
+        if timeline and pipe.processes.size == 1:
+            raise ValueError(f"`timeline` should be 0 in one process. Found {timeline}; start several with torchrun.")
         _check_named(pipe)
         self._pipe = pipe
         self._every = every
-        self._strategy = pipe.strategy
-        self._first = pipe.steps
         self._phases = [(0, pipe.strategy)]
         self._steps = StepLog(pipe)
         self._held = ExitStack()
@@ -84,14 +86,11 @@ class Log:
             quality=quality,
             seed=pipe.seed,
         )
-        self._samples = 0
-        seconds = 0.0
+        self._last: dict[str, Any] = {}  # the record from which samples and seconds count on
         if self._run is not None:
             self._held.enter_context(self._run.locked())
-            last = self._open(self._run)
-            self._samples = last.get("samples", 0)
-            seconds = last.get("seconds", 0.0)
-        self._began = time.perf_counter() - seconds
+            self._last = self._open(self._run)
+        self._began = time.perf_counter() - self._last.get("seconds", 0.0)
         self._timeline: TimelineRecorder | None = None
         if timeline:
             begin = pipe.steps + 1
@@ -101,7 +100,7 @@ class Log:
         """Begin the log, or continue the one of the folder; return its last record."""
         if not (run.folder / "run.json").exists():
             run.begin(self._loop, self._loop.seed)
-            return {}
+            return {"step": self._pipe.steps, "samples": 0}
         before = run.described
         if not isinstance(before, OwnLoop):
             raise ValueError(
@@ -109,7 +108,8 @@ class Log:
             )
         run.rewind(self._pipe.steps)
         self._phases = [one for one in before.phases(1) if one[0] < self._pipe.steps] or self._phases
-        self._note_strategy()
+        self._note_strategy(self._pipe.steps)
+        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)))
         run.resumed(self._loop, self._pipe.steps, "")
         return run.metrics()[-1] if run.metrics() else {}
 
@@ -120,9 +120,10 @@ class Log:
             losses: what `Pipeline.step` returned, ``[A]``.
             lr: the learning rate; default: none.
         """
-        self._note_strategy()
+        self._check_shape(losses=losses)
+        self._note_strategy(self._pipe.steps - 1)
         if self._pipe.steps % self._every == 0:
-            self._steps.put(self._pipe.steps, losses, lr, self._seconds)
+            self._steps.put(self._pipe.steps, losses, float(lr), self._seconds)
         self._write()
 
     def test(self, loss: Tensor, accuracy: Tensor | None = None) -> None:
@@ -132,8 +133,10 @@ class Log:
             loss: a number for each stage, ``[A]``, such as `Pipeline.score` returns; nan for heads without one.
             accuracy: the same, from 0 to 1; default: none.
         """
+        accuracy = torch.full_like(loss, torch.nan) if accuracy is None else accuracy
+        self._check_shape(loss=loss, accuracy=accuracy)
         self._write(wait=True)
-        scores = {"loss": loss, "accuracy": accuracy if accuracy is not None else torch.full_like(loss, torch.nan)}
+        scores = {"loss": loss, "accuracy": accuracy}
         self._record("test", self._pipe.steps, {name: values.tolist() for name, values in scores.items()})
 
     def records(self) -> list[dict[str, Any]]:
@@ -172,13 +175,22 @@ class Log:
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._began, 3)
 
-    def _note_strategy(self) -> None:
-        """Write down that another strategy makes the steps from now on."""
-        if self._pipe.strategy == self._phases[-1][1]:
+    def _check_shape(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            size = self._pipe.num_stages
+            if value.shape != (size,):
+                raise ValueError(
+                    f"`{name}` should have a number for each of the {size} stages. Found shape {list(value.shape)}."
+                )
+
+    def _note_strategy(self, first: int) -> None:
+        """Write down that another strategy makes the steps from the `first` on."""
+        rule = self._pipe.strategy
+        if rule.name == self._phases[-1][1].name:
             return
         _check_named(self._pipe)
-        self._phases.append((max(0, self._pipe.steps - 1), self._pipe.strategy))
-        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)))
+        self._phases = [*(one for one in self._phases if one[0] < first), (first, rule)]
+        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)), heads=rule.heads)
         if self._run is not None:
             self._run.describe(self._loop)
 
@@ -188,7 +200,8 @@ class Log:
 
     def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
-            samples = self._samples + (step - self._first) * self._loop.batch_size
+            steps = step - self._last.get("step", 0)
+            samples = self._last.get("samples", 0) + steps * self._loop.batch_size
             self._run.record(kind=kind, step=step, **{"samples": samples, "seconds": self._seconds, **values})
 
 
