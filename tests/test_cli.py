@@ -229,6 +229,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["flow", "--out", "."], "Found '.'"),
         (["flow", "--strategies"], "`strategy` should name at least one"),
         (["compare", "--strategies"], "`strategies` should name at least one"),
+        (["compare", "--page", "x.png"], "A page should be a file that ends in .html. Found 'x.png'"),
         (["compare", "--seeds", "0"], "`seeds` should be an integer of at least 1. Found 0"),
         (["compare", "--rates", "0"], "`rates` should be above 0. Found 0"),
         (["train", "--epochs", "inf"], "`epochs` should be a number above 0 and below 1e\\+12. Found inf"),

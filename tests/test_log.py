@@ -94,7 +94,7 @@ def test_a_log_knows_every_strategy_of_its_loop(tmp_path: Path) -> None:
 
 
 def test_a_log_that_goes_on_keeps_its_strategies_and_samples(tmp_path: Path) -> None:
-    """Regression: strategies of earlier processes were lost, or began a step early, or twice at a step, which nobody can read."""
+    """Regression: a resumed log lost the strategies before it, or listed two at one step, which `nwise report` cannot read."""
     pipe = pipeline("local")
     for strategies in (["end-to-end", "end-to-end"], ["end-to-end"], ["2-wise", "local", "local"]):
         pipe.strategy = nwise.strategy(strategies[0], heads="all")

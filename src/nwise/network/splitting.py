@@ -117,13 +117,6 @@ def cut_points(model: nn.Module, example: Any) -> list[str]:
     return [name for name in once if name != route.order()[0]]
 
 
-def even_starts(model: nn.Module, number: int, order: Sequence[str]) -> list[str]:
-    """Return the modules at which stages of equal numbers of blocks begin; `order` has the modules in the order of calls."""
-    blocks = repeated_blocks(model, number)
-    around = [ancestors([name]) | {name} for name in order]
-    return _spread(list(dict.fromkeys(name for names in around for name in blocks if name in names)), number)
-
-
 def bind(model: nn.Module, example: Any) -> dict[str, Any]:
     """Return the arguments of the network's forward by name.
 

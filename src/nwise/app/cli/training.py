@@ -24,7 +24,7 @@ from nwise.app.recipes.config import FLAT
 from nwise.app.records import json_line
 from nwise.app.report import compare as comparison
 from nwise.app.report.display import display_for, head_name, number, numbers_table, score_cells, write_at_once
-from nwise.app.report.html import plotly
+from nwise.app.report.html import check_page, plotly
 from nwise.app.report.page import report
 from nwise.app.report.summary import Summary
 from nwise.app.training import CheckpointPolicy, Run, StoppedError, Trainer, evaluate, new_run
@@ -184,10 +184,11 @@ class CompareCommand:
             raise ValueError(f"`rates` should be above 0. Found {wrong[0]}.")
         data = self.config.load()
         comparison.check(self.config, self.strategies, data)
+        if self.page is not None:
+            check_page(self.page)
         _choose_threads(self.config)
         parent = numbered(self.runs, f"compare-{self.config.name}")
         page = self.page or parent / "report.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
         try:
             results = comparison.compare(self.config, self.strategies, parent, callbacks, data, self.seeds, self.rates)
         except KeyboardInterrupt:

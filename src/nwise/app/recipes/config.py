@@ -15,7 +15,7 @@ from nwise.app.data import text as text_data
 from nwise.app.data.images import Augmentation, Images
 from nwise.app.data.text import Tokenizer, Tokens
 from nwise.app.models import StagedModel
-from nwise.app.recipes.loop import OwnLoop
+from nwise.app.recipes.loop import OwnLoop, Quality
 from nwise.app.recipes.optimizers import Adam, Sgd
 from nwise.app.recipes.phases import Phases, parse_phases
 from nwise.checks import check_at_least, check_limits, check_range
@@ -183,7 +183,6 @@ class Gpt:
 
 
 Text = EmbeddedText | TextSource
-Quality = Literal["accuracy", "perplexity"]
 Data = Digits | ImageSource | Text
 Model = Mlp | ConvNet | ResNet | Gpt
 Optimizer = Sgd | Adam

@@ -134,24 +134,17 @@ def _result(recipe: Recipe, folder: Path, callbacks: tuple[Callback, ...], data:
             "and compare again."
         )
     # The numbers come from the records, so every number shown was written.
-    tests, losses = (
-        Summary(run.folder.name, run).head("test", name, trainer.pipe.num_stages - 1)
-        for name in (recipe.quality, "loss")
-    )
+    summary = Summary(run.folder.name, run)
+    last = trainer.pipe.num_stages - 1
+    tests = summary.head("test", recipe.quality, last)
+    losses = summary.head("test", "loss", last)
     steps = tests.along["step"]
     # A network of nan is still right by chance.
     pairs = zip(tests.values, losses.values, strict=True)
     values = [float("nan") if value is None or loss is None else value for value, loss in pairs]
     curve = Curve([int(step) for step in steps], values, _slots(trainer, steps))
-    return Result(
-        recipe.strategy,
-        recipe.seed,
-        recipe.optimizer.lr,
-        str(run.folder),
-        recipe.quality,
-        curve,
-        run.metrics()[-1]["seconds"],
-    )
+    seconds = run.metrics()[-1]["seconds"]
+    return Result(recipe.strategy, recipe.seed, recipe.optimizer.lr, str(run.folder), recipe.quality, curve, seconds)
 
 
 def _slots(trainer: Trainer, steps: Sequence[float]) -> list[float]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nwise.app.recipes.config import Quality
+from nwise.app.recipes.loop import Quality
 from nwise.app.training import Callback, Score, Scores, Trainer
 
 _REFRESH_PER_SECOND = 4  # redrawing more often would cost more than a small model's step

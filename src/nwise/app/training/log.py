@@ -97,6 +97,12 @@ class AsyncGather:
         return tables
 
 
+def check_timeline(processes: Processes, steps: int) -> None:
+    """Raise ValueError if steps are to be recorded in one process, which waits for no other."""
+    if steps and processes.size == 1:
+        raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
+
+
 class TimelineRecorder:
     """Records the actions of one of several processes, in the steps from `first` to before `last`."""
 

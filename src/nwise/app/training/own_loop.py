@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -16,7 +15,7 @@ from torch import Tensor
 import nwise
 from nwise.app.recipes import joined
 from nwise.app.recipes.loop import OwnLoop, Quality
-from nwise.app.training.log import StepLog, TimelineRecorder
+from nwise.app.training.log import StepLog, TimelineRecorder, check_timeline
 from nwise.app.training.run import Run
 from nwise.checks import check_at_least
 from nwise.pipeline import Pipeline
@@ -67,25 +66,17 @@ class Log:
         check_at_least(0, timeline=timeline)
         if quality not in get_args(Quality):
             raise ValueError(f"`quality` should be one of {', '.join(get_args(Quality))}. Found {quality!r}.")
-        if timeline and pipe.processes.size == 1:
-            raise ValueError(f"`timeline` should be 0 in one process. Found {timeline}; start several with torchrun.")
+        check_timeline(pipe.processes, timeline)
         _check_named(pipe)
+        self._folder = Path(folder)
         self._pipe = pipe
+        self._batch_size = batch_size
+        self._quality = quality
         self._every = every
         self._phases = [(0, pipe.strategy)]
         self._steps = StepLog(pipe)
         self._held = ExitStack()
-        self._run = Run(Path(folder)) if pipe.processes.is_first else None
-        self._loop = OwnLoop(
-            name=Path(folder).name,
-            strategy=pipe.strategy.name,
-            heads=pipe.strategy.heads,
-            microbatches=pipe.num_microbatches,
-            batch_size=batch_size,
-            schedule=pipe.schedule if isinstance(pipe.schedule, str) else pipe.schedule.order,
-            quality=quality,
-            seed=pipe.seed,
-        )
+        self._run = Run(self._folder) if pipe.processes.is_first else None
         self._last: dict[str, Any] = {}  # the record from which samples and seconds count on
         if self._run is not None:
             self._held.enter_context(self._run.locked())
@@ -99,7 +90,7 @@ class Log:
     def _open(self, run: Run) -> dict[str, Any]:
         """Begin the log, or continue the one of the folder; return its last record."""
         if not (run.folder / "run.json").exists():
-            run.begin(self._loop, self._loop.seed)
+            run.begin(self._described, self._pipe.seed)
             return {"step": self._pipe.steps, "samples": 0}
         before = run.described
         if not isinstance(before, OwnLoop):
@@ -108,10 +99,10 @@ class Log:
             )
         run.rewind(self._pipe.steps)
         self._phases = [one for one in before.phases(1) if one[0] < self._pipe.steps] or self._phases
-        self._note_strategy(self._pipe.steps)
-        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)))
-        run.resumed(self._loop, self._pipe.steps, "")
-        return run.metrics()[-1] if run.metrics() else {}
+        self._follow(self._pipe.steps)
+        run.resumed(self._described, self._pipe.steps, "")
+        records = run.metrics()
+        return records[-1] if records else {}
 
     def step(self, losses: Tensor, lr: float = float("nan")) -> None:
         """Note a step that has just been made; call it after each.
@@ -121,7 +112,8 @@ class Log:
             lr: the learning rate; default: none.
         """
         self._check_shape(losses=losses)
-        self._note_strategy(self._pipe.steps - 1)
+        if self._follow(self._pipe.steps - 1) and self._run is not None:
+            self._run.describe(self._described)
         if self._pipe.steps % self._every == 0:
             self._steps.put(self._pipe.steps, losses, float(lr), self._seconds)
         self._write()
@@ -166,7 +158,7 @@ class Log:
         if kind is None:
             self.close()
             return
-        # The other processes may be gone, so nobody waits for them.
+        # Another process may have stopped, so this one does not wait.
         if self._run is not None:
             self._run.finish("failed")
         self._held.close()
@@ -183,16 +175,29 @@ class Log:
                     f"`{name}` should have a number for each of the {size} stages. Found shape {list(value.shape)}."
                 )
 
-    def _note_strategy(self, first: int) -> None:
-        """Write down that another strategy makes the steps from the `first` on."""
+    def _follow(self, first: int) -> bool:
+        """Return whether another strategy makes the steps from the `first` on, and note it."""
         rule = self._pipe.strategy
         if rule.name == self._phases[-1][1].name:
-            return
+            return False
         _check_named(self._pipe)
         self._phases = [*(one for one in self._phases if one[0] < first), (first, rule)]
-        self._loop = replace(self._loop, strategy=joined(tuple(self._phases)), heads=rule.heads)
-        if self._run is not None:
-            self._run.describe(self._loop)
+        return True
+
+    @property
+    def _described(self) -> OwnLoop:
+        """The configuration, with all strategies so far."""
+        order = self._pipe.schedule
+        return OwnLoop(
+            name=self._folder.name,
+            strategy=joined(tuple(self._phases)),
+            heads=self._phases[-1][1].heads,
+            microbatches=self._pipe.num_microbatches,
+            batch_size=self._batch_size,
+            schedule=order if isinstance(order, str) else order.order,
+            quality=self._quality,
+            seed=self._pipe.seed,
+        )
 
     def _write(self, *, wait: bool = False) -> None:
         for step, values in self._steps.take(wait=wait):
@@ -201,7 +206,7 @@ class Log:
     def _record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
             steps = step - self._last.get("step", 0)
-            samples = self._last.get("samples", 0) + steps * self._loop.batch_size
+            samples = self._last.get("samples", 0) + steps * self._batch_size
             self._run.record(kind=kind, step=step, **{"samples": samples, "seconds": self._seconds, **values})
 
 

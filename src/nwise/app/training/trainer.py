@@ -18,7 +18,7 @@ from nwise.app.recipes import Recipe, in_force, spans, to_json
 from nwise.app.training.build import autocast, check_channels_last, compile_blocks, make_pipeline, pick_device
 from nwise.app.training.callback import Callback
 from nwise.app.training.evaluation import Scores, evaluate
-from nwise.app.training.log import StepLog, TimelineRecorder
+from nwise.app.training.log import StepLog, TimelineRecorder, check_timeline
 from nwise.app.training.optimizers import Phase, check_phases
 from nwise.app.training.run import Run, versions
 from nwise.app.training.saver import CheckpointPolicy, Requests, Saver
@@ -149,8 +149,7 @@ class Trainer:
     def record_timeline(self, steps: int) -> None:
         """Record some steps of every process once the pipeline is full; ValueError in one process, or if there are too few."""
         first = self.pipe.num_stages
-        if steps and self.pipe.processes.size == 1:
-            raise ValueError(f"`timeline` should be 0 in one process. Found {steps}; start several with torchrun.")
+        check_timeline(self.pipe.processes, steps)
         if steps and not 2 <= steps <= self.num_steps - first:
             raise ValueError(
                 f"`timeline` should be from 2 to {self.num_steps - first} steps, since the first {first} fill the pipeline. "
