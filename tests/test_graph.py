@@ -49,13 +49,12 @@ def test_graph_by_hand() -> None:
 
 
 def test_graph_of_a_delay_and_of_a_cycle_by_hand() -> None:
-    """A W of age 1 needs the forward of the call before, and the first forward of its boundary waits for an earlier one."""
+    """A W of age 1 needs the forward of the call before."""
     flows = flows_for(nwise.strategy("end-to-end-delay-1"), 2, 1)
     ages = message_ages(flows, (1, 1))
     graph = task_graph(flows, (), ages, [a._replace(age=ages.of(a)) for one in depth_first(flows[0], 0) for a in one])
     assert list(map(str, graph.tasks)) == ["F0(0)", "F1(0)", "H1(0)", "B1(0.0)-1", "W0(0)-1", "U0", "U1"]
     assert graph.needs[3:5] == ((Need(1, 1, False), Need(2, 1, False)), (Need(0, 1, False), Need(3, 0, True)))
-    assert graph.back_pressure == ((0, 1),)
     assert (graph.late[3], graph.call[3]) == (1, 0)
     turning = task_graph(flows_for(nwise.strategy("rotating-2"), 3, 1))
     assert turning.call == tuple(a.minibatch for a in turning.tasks) != (0,) * len(turning.tasks)

@@ -40,7 +40,7 @@ from nwise.schedule.named import ORDERS, RULES, NamedOrder, choose, named_schedu
 from nwise.schedule.orders import depth_first, make_schedule, paced, phase, skewed
 from nwise.schedule.period import period
 from nwise.schedule.sweep import merge
-from timelines import in_flight, waiting
+from timelines import in_flight
 
 REAL = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1)
 
@@ -75,13 +75,12 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
     costs = Costs(forward=forward, head=0.3, input_grad=1.2, weight_grad=0.7, chain_share=share, overhead=overhead,
                   update=update, bandwidth=bandwidth, message_bytes=sizes, latency=latency)  # fmt: skip
     found = of(nwise.Credit(matrix), a, m, costs)
-    buffers = validate(found)
+    validate(found)
     assert found.period >= found.lower_bound * (1 - 1e-9)
     for rule in (partial(phase, fuse=True), partial(skewed, fuse=False, stride=2)):
         other = make_schedule("?", found.flows, rule).with_costs(costs)
         assert other.period >= max(found.lower_bound, found.period) * (1 - 1e-9)
     flow = find_flow(torch.from_numpy(matrix))
-    assert [buffer.gradients for buffer in buffers] == [m * count for count in flow.messages]
     for k in range(a):
         # F + r I + (rho - r) lambda I + W + h: r messages, and rho chains, one more where W shares none
         r, rho = len(flow.stages[k].messages), flow.stages[k].passes
@@ -92,8 +91,6 @@ def test_random_credit_gives_valid_schedules_of_minimal_work(
         assert sum(x.kind is Kind.SEND_GRADIENT for x in found.actions[k]) == m * r
     line = simulate(found, cycles=61)
     assert in_flight(line) == found.in_flight
-    assert all(waiting(line, k, k + 1) <= buffers[k].activations for k in range(a - 1))
-    assert all(waiting(line, k + 1, k) <= buffers[k].gradients for k in range(a - 1))
     ends = [max(run.end) for run in line.runs]
     assert (ends[60] - ends[30]) / 30 == pytest.approx(found.period, rel=0.03)
     for sender, receiver in itertools.permutations(range(a), 2):
@@ -357,8 +354,8 @@ def test_periods_match_hand_worked_table(name: str) -> None:
         *(("end-to-end-delay-3", 8, 8, 3, 28), ("zero-bubble", 8, 8, 3, 77)),
         # Rotating blocks average over their cycle: here the work of end-to-end.
         ("rotating-2", 8, 8, 0, 28),
-        # Also where nothing flows back, the next activation is waited for.
-        ("local", 2, 1, 20, 21),
+        # Where nothing flows back, nothing waits for a message's way.
+        ("local", 2, 1, 20, 3.5),
     ],
 )
 def test_periods_on_slow_links(name: str, a: int, m: int, latency: float, slots: float) -> None:
@@ -474,21 +471,16 @@ def test_more_memory_is_never_worse() -> None:
     assert periods == sorted(periods, reverse=True)
 
 
-def test_stages_without_gradients_from_above_are_held_back() -> None:
-    """A stage began its next forward before the stage above had taken the activation."""
+def test_a_stage_that_waits_for_nothing_runs_ahead() -> None:
+    """The first stage of local training needs no answer, so only the slowest stage decides how long a step takes."""
     costs = Costs([1, 3, 1], 0, 1, 1, latency=0.1, bandwidth=10.0, message_bytes=1)
     found = of("local", 3, 2, costs)
     line = simulate(found, cycles=30)
-    assert max(line.utilisation) <= 1 + 1e-12
-    assert 0 <= line.bubble == pytest.approx(1 - sum(line.utilisation) / 3)
+    assert line.period == pytest.approx(found.period) == pytest.approx(found.busy[1])
+    assert line.utilisation == pytest.approx([busy / found.period for busy in found.busy])
+    assert line.bubble == pytest.approx(1 - sum(line.utilisation) / 3)
     assert all(m.arrives - m.sent >= 0.1 + 0.1 - 1e-12 for m in line.messages)
-    forwards = [event for event in line.events if event.action.kind is Kind.FORWARD]
-    starts = {(e.batch, e.action.stage, e.action.microbatch): e.start for e in forwards}
-    pairs = [(start, starts[b - 1, k + 1, m]) for (b, k, m), start in starts.items() if b and k < 2]
-    assert len(pairs) > 100
-    assert all(start >= taken - 1e-9 for start, taken in pairs)
-    assert line.period == pytest.approx(found.period)
-    assert line.utilisation[1] == pytest.approx(1)
+    assert max(e.end for e in line.events if e.action.stage == 0) == pytest.approx(30 * found.busy[0])
 
 
 @pytest.mark.parametrize(

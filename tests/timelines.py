@@ -25,9 +25,3 @@ def in_flight(line: Timeline) -> tuple[int, ...]:
             times[e.action.stage, e.batch, e.action.microbatch] += [e.start, e.end]
     stages = range(line.schedule.num_stages)
     return tuple(overlapping((min(t), max(t)) for (stage, *_), t in times.items() if stage == k) for k in stages)
-
-
-def waiting(line: Timeline, sender: int, receiver: int) -> int:
-    """Return the largest number of messages over a link that were sent and not used yet."""
-    link = sender, receiver
-    return overlapping((m.sent, m.used) for m in line.messages if (m.sender, m.receiver) == link)

@@ -21,13 +21,14 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from benchmarks.runtime.virtual import Device, Link, VirtualStage, sharpen_timers
+from benchmarks.runtime.device import Device, sharpen_timers
+from benchmarks.runtime.virtual import VirtualStage
 from nwise.app.cli.costs import parse_costs
 from nwise.checks import check_at_least
 from nwise.microbatch import Batch
 from nwise.runtime.engine import Engine
 from nwise.runtime.processes import Processes
-from nwise.schedule import BASELINES, Costs, Kind, Schedule
+from nwise.schedule import BASELINES, Kind, Schedule
 from nwise.schedule.costs import Prices, prices
 from nwise.schedule.find import method_schedule
 from nwise.schedule.named import RULES
@@ -140,8 +141,7 @@ def measure(processes: Processes, case: Case) -> Measured:
     price = prices(schedule.costs, case.stages)
     device = Device(slot)
     processes.placement = case.placement
-    links = _links(schedule.costs, case.placement, slot)
-    stages: Any = [VirtualStage(k, price[k], device, (links[k][0], links[k][1])) for k in processes.here]
+    stages: Any = [VirtualStage(k, price[k], device) for k in processes.here]
     engine = Engine(processes, stages, _CPU)
     size = range(case.microbatches)
     inputs = [(case.message,) for _ in size]
@@ -179,20 +179,6 @@ def measure(processes: Processes, case: Case) -> Measured:
         bytes_sent=[(one[1][0], one[1][1]) for one in every],
         bytes_predicted=predicted_bytes(schedule, case.message.nbytes),
     )
-
-
-def _links(costs: Costs, placement: Sequence[int], slot: float) -> list[tuple[Link | None, Link | None]]:
-    """Return the slow links of every stage to the one before and the one after; two boundaries share none, a rank needs none."""
-    sizes = costs.per_stage("message_bytes", len(placement))
-
-    def link(k: int) -> Link | None:
-        """Return the link in one direction between stage k and the next."""
-        if k < 0 or k + 1 == len(placement) or placement[k] == placement[k + 1]:
-            return None
-        latency, seconds = slot * costs.latency, slot * sizes[k] / costs.bandwidth
-        return Link(latency, seconds) if latency + seconds else None
-
-    return [(link(k - 1), link(k)) for k in range(len(placement))]
 
 
 def predicted_bytes(schedule: Schedule, size: int) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.runtime.virtual import sharpen_timers
+from benchmarks.runtime.device import sharpen_timers
 from nwise.runtime.launch import start
 
 ROUNDS, WARM = 60, 10

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -27,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 from benchmarks.runtime.bench import Case, join, measure
-from benchmarks.runtime.virtual import Device
+from benchmarks.runtime.device import Device, Loss, SplitModule, VirtualModule
 from nwise.app.cli.costs import parse_costs
 from nwise.runtime.processes import Processes
 from nwise.schedule.find import method_schedule
@@ -42,82 +41,6 @@ TORCH: dict[str, Any] = {
     "zb-v": ScheduleZBVZeroBubble,
 }
 WHOLE_MS = 100.0  # a forward of a whole mini-batch, where methods are compared at equal batches
-
-
-class Wait(torch.autograd.Function):
-    """Forward and backward of a virtual stage, for torch's pipelines."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, module: VirtualModule) -> Tensor:
-        """F, after what was received unless it is the first stage."""
-        ctx.module = module
-        module.device.work(module.slots[0], received=0.0 if module.first else time.perf_counter())
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """B, after what was received unless it is the last stage."""
-        ctx.module.device.work(ctx.module.slots[1], received=0.0 if ctx.module.last else time.perf_counter())
-        return gradient, torch.zeros(1), None
-
-
-class WaitForWeights(torch.autograd.Function):
-    """The part of a virtual stage whose backward is its weight gradient alone."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, module: SplitModule) -> Tensor:
-        """Nothing."""
-        ctx.module = module
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """W."""
-        ctx.module.device.work(ctx.module.weight_slots)
-        return torch.zeros(1), None
-
-
-class Loss(torch.autograd.Function):
-    """A loss that costs nothing, whose gradient is as large as the output."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        """Zero."""
-        ctx.save_for_backward(output)
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The output."""
-        return ctx.saved_tensors[0]
-
-
-class VirtualModule(nn.Module):
-    """A stage that waits, for so many slots in its forward and its backward."""
-
-    def __init__(self, device: Device, slots: tuple[float, float], first: bool, last: bool) -> None:
-        super().__init__()
-        self.parameter = nn.Parameter(torch.zeros(1))
-        self.device, self.slots, self.first, self.last = device, slots, first, last
-
-    def forward(self, x: Tensor) -> Tensor:
-        """F."""
-        wait: Any = Wait.apply
-        return wait(x, self.parameter, self)
-
-
-class SplitModule(VirtualModule):
-    """A stage whose backward can be cut into I and W, as zero-bubble does."""
-
-    def __init__(self, device: Device, slots: tuple[float, float, float], first: bool, last: bool) -> None:
-        super().__init__(device, slots[:2], first, last)
-        self.weight_slots = slots[2]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """F; the sum is what I and W have in common."""
-        wait, weights = cast(Any, Wait.apply), cast(Any, WaitForWeights.apply)
-        unused = torch.zeros(1)  # has no gradient, so that W is not waited for twice
-        return cast(Tensor, wait(x, unused, self) + weights(self.parameter, self))
 
 
 def torch_step(processes: Processes, case: Case, device: Device) -> Callable[[], None]:

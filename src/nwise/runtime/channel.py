@@ -54,7 +54,8 @@ _GRAIN = 16  # bytes at whose multiples tensors begin in a frame
 _MOST_HEADER = 2**20  # bytes
 _MOST_FORMS = 2**12  # headers that an end remembers
 _MOST = 2**36  # bytes of a tensor
-_PULSE = 100  # milliseconds after which a rank that waits looks around
+_PULSE = 100  # milliseconds after which a rank that waits looks around, and between two signs of life on a connection
+_SILENT = 3_600_000  # milliseconds; `nwise.runtime.watch` ends a wait for a silent rank before
 
 
 class Name(NamedTuple):
@@ -362,6 +363,9 @@ def _socket(kind: int, token: bytes) -> zmq.Socket[bytes]:
     made.ipv6 = True
     made.linger = 0
     made.set_hwm(0)
+    # TCP begins again with a window of a few packets when a connection was silent for about a round trip and 0.2 s.
+    made.heartbeat_ivl = _PULSE
+    made.heartbeat_timeout = _SILENT
     if secret := os.environ.get("NWISE_SECRET"):
         # Every rank derives both keys from the secret. A process without the secret has neither.
         key = z85.encode(hashlib.sha256(secret.encode() + token).digest())

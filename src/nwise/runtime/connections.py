@@ -10,6 +10,7 @@ import torch
 
 from nwise.runtime.channel import Carrier, Channel, host_of
 from nwise.runtime.launch import backend_for, default_store
+from nwise.runtime.links import measured
 from nwise.runtime.processes import Processes
 
 Channels = Mapping[int, Channel]  # by the pipeline place of the other end
@@ -42,6 +43,8 @@ def _connect(processes: Processes, device: torch.device) -> Channels:
     addresses = processes.exchange("addresses", {str(one.peer): one.addresses for one in channels.values()})
     for channel in channels.values():
         channel.connect(addresses[channel.peer][str(processes.rank)])
+    if not carriers:
+        processes.links.update(measured(channels, here))
     return channels
 
 

@@ -43,6 +43,7 @@ from nwise.tensors import Tensors, with_names
 
 if TYPE_CHECKING:
     from nwise.runtime.connections import Channels
+    from nwise.runtime.links import Link
     from nwise.runtime.watch import Watchdog
 
 __all__ = ["Processes", "tell_all"]
@@ -88,6 +89,7 @@ class Processes:
         settings: strategy and M in words, and a digest of all that ranks have to train alike by.
         mesh, store: the mesh, and the store in which ranks exchange facts; of several processes.
         groups, channels: groups of `nwise.runtime.sums`, and channels of `nwise.runtime.connections`.
+        links: latency and bandwidth from this rank to each with a neighbouring stage on CPUs, measured when they connect.
 
     Raises:
         ValueError: the number of processes, the mesh or the placement does not fit the stages.
@@ -112,6 +114,7 @@ class Processes:
     ) -> None:
         self.groups: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         self.channels: dict[tuple[torch.device, Placement], Channels] = {}
+        self.links: dict[int, Link] = {}
         self._on_close: list[Callable[[], None]] = []
         if launched():
             self._join(num_stages, placement, mesh, time_limit(timeout))

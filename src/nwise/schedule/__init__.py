@@ -52,14 +52,13 @@ if TYPE_CHECKING:
     from nwise.schedule.paper import Slot, fit_slot, paper_time
     from nwise.schedule.schedule import Schedule, arrange
     from nwise.schedule.simulation import Timeline, simulate
-    from nwise.schedule.validation import Buffer, validate
+    from nwise.schedule.validation import validate
 
 __all__ = [
     "BASELINES",
     "PAPER",
     "TRANSFORMER",
     "Action",
-    "Buffer",
     "Costs",
     "DoesNotFit",
     "Kind",
@@ -86,7 +85,7 @@ _PLACES = {
         "paper": ("Slot", "fit_slot", "paper_time"),
         "schedule": ("Schedule", "arrange"),
         "simulation": ("Timeline", "simulate"),
-        "validation": ("Buffer", "validate"),
+        "validation": ("validate",),
     }.items()
     for name in names
 }

@@ -28,7 +28,7 @@ from nwise.flow import Flow, Flows, counted
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages
 from nwise.schedule.costs import Costs, Prices, prices
-from nwise.schedule.graph import TaskGraph, back_pressure, task_graph
+from nwise.schedule.graph import TaskGraph, task_graph
 from nwise.schedule.placement import Placement
 
 __all__ = ["stage_work"]
@@ -76,12 +76,6 @@ def lower_bound(flows: Flows, costs: Costs, placement: Placement, ages: Ages) ->
     num_ranks = 1 + max(placement)
     num_stages = len(placement)
     known = resource_bound(flows, costs, placement)
-    sizes = costs.per_stage("message_bytes", num_stages)
-    times = costs.per_stage("forward", num_stages)
-    # A stage that is held back starts its next forward once its activation has been taken.
-    for k in back_pressure(flows, placement, ages):
-        once = times[k] + costs.overhead + costs.latency + sizes[k] / costs.bandwidth
-        known = max(known, once / (1 + ages.oldest))
     # `_jackson` compares all pairs of a rank's actions, for every rank whose list begins and ends around them.
     per_microbatch = max(2 + len(stage.messages) + stage.head for flow in flows[0] for stage in flow.stages)
     if num_ranks**2 * (len(flows[0]) * per_microbatch * num_stages / num_ranks) ** 2 > _MOST_EFFORT:

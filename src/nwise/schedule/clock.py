@@ -4,10 +4,9 @@ Its machines are the ranks and, if bandwidth is finite, the links, which transfe
 machine works through its list of nodes. A node is a task, or the transfer of a message. It starts once its machine is free and
 its inputs have arrived.
 
-Three things connect a cycle of calls with earlier ones. A machine starts again when it has finished its list: a forward comes
-after the updates of its rank, and nothing else synchronises ranks. A task of another age than the task whose result it needs
-takes the result of an earlier call. And under back pressure (`nwise.schedule.graph.back_pressure`) a stage starts a forward only
-after its activation of an earlier mini-batch has been taken, so few activations wait at its boundary.
+Two things connect a cycle of calls with earlier ones. A machine starts again when it has finished its list: a forward comes
+after the updates of its rank, and nothing else synchronises ranks. And a task of another age than the task whose result it needs
+takes the result of an earlier call. A rank that waits for nothing runs ahead, as on a link whose window holds enough messages.
 """
 
 from __future__ import annotations
@@ -137,9 +136,6 @@ def make_clock(schedule: Schedule) -> Clock:
         [(n, lag if link else 0.0, late[task] - late[n]) for n, _, link in needs]
         for task, needs in enumerate(graph.needs)
     ]
-    # The next stage takes an activation at the start of its forward: at the end minus the duration.
-    for task, taker in graph.back_pressure:
-        waits[task].append((taker, -time[taker], 1 + schedule.oldest))
     lists = [*schedule.by_rank]
     names = [*graph.tasks]
     if math.isinf(costs.bandwidth):

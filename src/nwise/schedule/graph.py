@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from nwise.flow import Flow, Flows, StageFlow, counted
+from nwise.flow import Flow, Flows, StageFlow
 from nwise.schedule.actions import Action, Kind, forwards, passes
 from nwise.schedule.ages import Ages, message_ages
 from nwise.schedule.placement import Placement
@@ -82,13 +82,6 @@ class TaskGraph:
     def late(self) -> tuple[int, ...]:
         """The number of cycles by which each task comes after its mini-batch was the newest."""
         return tuple((task.minibatch + task.age) // len(self.flows) for task in self.tasks)
-
-    @cached_property
-    def back_pressure(self) -> tuple[tuple[int, int], ...]:
-        """Forwards with the task that must have begun `1 + oldest` cycles before: the next stage's, for their activation."""
-        stages = set(back_pressure(self.flows, self.placement, self.ages))
-        takers = [(n, a) for n, a in enumerate(self.tasks) if a.kind is Kind.FORWARD and a.stage - 1 in stages]
-        return tuple((self.needs[taker][0].task, taker) for taker, _ in takers)
 
     @cached_property
     def _number(self) -> dict[tuple[object, ...], int]:
@@ -196,15 +189,3 @@ def _block(flow: Flow, fused: Container[int]) -> list[_Pattern]:
 
 def _incomplete(rank: int, problem: str) -> ValueError:
     return ValueError(f"The list of rank {rank} should contain each of its actions once. Found {problem}.")
-
-
-def back_pressure(flows: Flows, placement: Placement, ages: Ages) -> list[int]:
-    """Return the stages that start a forward only after the next stage, of another rank, has taken an earlier activation.
-
-    The activation is that of the same micro-batch, `ages.oldest` + 1 cycles before. Without a delay only stages wait that do not
-    receive a gradient for every micro-batch, because nothing else would keep them from running ahead.
-    """
-    different = list(counted(flows))
-    last = len(flows[0][0].stages) - 1
-    apart = [k for k in range(last) if placement[k] != placement[k + 1]]
-    return [k for k in apart if ages.oldest or not all(flow.stages[k + 1].messages for flow in different)]

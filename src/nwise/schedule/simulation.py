@@ -110,15 +110,11 @@ class Timeline:
 
     @cached_property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the second half of the run in which each rank works, between two ends of its list."""
-        half = len(self.runs) // 2
-        shares = []
-        for tasks in self.schedule.by_rank:
-            begin = self.runs[half - 1].end[tasks[-1]] if half else 0.0
-            length = self.runs[-1].end[tasks[-1]] - begin
-            busy = sum(times.end[task] - times.start[task] for times in self.runs[half:] for task in tasks)
-            shares.append(busy / length if length else 0.0)
-        return tuple(shares)
+        """Share of the second half of the run in which each rank works."""
+        # A rank that ran ahead waits later, when its messages fill the window, so its time is that of the slowest.
+        length = self.period * len(self.schedule.flows)
+        work = [sum(self.clock.duration[task] for task in tasks) for tasks in self.schedule.by_rank]
+        return tuple(one / length if length else 0.0 for one in work)
 
     @property
     def bubble(self) -> float:

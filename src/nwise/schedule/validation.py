@@ -4,50 +4,28 @@
    by construction (`nwise.schedule.graph.task_graph`), and its arcs say what crosses each boundary;
 2. of the right age: no result is older than its use, the weight gradients of a stage have one age, and forwards and heads have
    age 0;
-3. in order: the clock runs all tasks, so there is no deadlock;
-4. bounded: the number of messages on every link is limited.
+3. in order: the clock runs all tasks, so there is no deadlock.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 
-from nwise.flow import counted
 from nwise.schedule.actions import Kind
 from nwise.schedule.clock import make_clock
 from nwise.schedule.costs import Costs
-from nwise.schedule.graph import TaskGraph, back_pressure
+from nwise.schedule.graph import TaskGraph
 from nwise.schedule.schedule import Schedule, check_schedule
 
 _FREE = Costs(0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """The largest number of messages that may wait at one boundary.
-
-    Args:
-        activations: activations on their way from stage k - 1 to stage k.
-        gradients: gradients on their way from stage k to stage k - 1.
-        limited: whether stage k - 1 is held back: it starts a forward only after its activation of an earlier mini-batch
-            has been taken. It is where a micro-batch has no gradient that flows back over the boundary, and under a delay.
-    """
-
-    activations: int
-    gradients: int
-    limited: bool
-
-
-def validate(schedule: Schedule) -> list[Buffer]:
+def validate(schedule: Schedule) -> None:
     """Check that a schedule can run.
 
     Args:
         schedule: the schedule.
-
-    Returns:
-        The buffers that boundaries 1 .. A-1 need.
 
     Raises:
         ValueError: the schedule cannot run; the message names the first error and its actions.
@@ -57,24 +35,6 @@ def validate(schedule: Schedule) -> list[Buffer]:
     _check_ages(schedule.graph)
     _check_lists(schedule)
     make_clock(schedule.with_costs(_FREE)).run()  # with free tasks a run asks only whether everything runs
-    return buffers(schedule)
-
-
-def buffers(schedule: Schedule) -> list[Buffer]:
-    """Return limits on the messages that may wait at the boundaries 1 .. A-1, for any times of the actions."""
-    # One cycle's messages at most, and more under a delay. A runtime may let more be on their way, up to a number of bytes
-    # (`nwise.runtime.channel`). Stages of one rank send each other nothing.
-    cycles = 1 + schedule.oldest
-    size = cycles * len(schedule.flows) * schedule.num_microbatches
-    limited = back_pressure(schedule.flows, schedule.placement, schedule.ages)
-    limits = []
-    for k, (before, here) in enumerate(pairwise(schedule.placement), start=1):
-        if before == here:
-            limits.append(Buffer(activations=0, gradients=0, limited=False))
-            continue
-        gradients = sum(count * len(flow.stages[k].messages) for flow, count in counted(schedule.flows).items())
-        limits.append(Buffer(activations=size, gradients=cycles * gradients, limited=k - 1 in limited))
-    return limits
 
 
 def _check_ages(graph: TaskGraph) -> None:

@@ -1,0 +1,159 @@
+"""Steps over real links: what they take, what the links allow, and what torch's pipelines take on the same links.
+
+    python -m benchmarks.wire                              # 40 minutes on a quiet machine, as root
+    python -m benchmarks.wire --ranks 4 --sizes 64KiB --links 20ms --rounds 1
+
+writes ``records/steps.jsonl`` and ``tables.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.wire.net import ROOT, Link, Wires
+from nwise.machine import machine
+from nwise.schedule import Costs
+from nwise.schedule.find import method_schedule
+
+HERE = Path(__file__).parent
+RECORDS = HERE / "records" / "steps.jsonl"
+LINKS = {
+    "loopback": Link("loopback"),
+    "1ms": Link("1 ms, 1 Gbit/s", 0.001, 1e9),
+    "20ms": Link("20 ms, 200 Mbit/s", 0.02, 200e6),
+    "40ms": Link("40 ms, 100 Mbit/s", 0.04, 100e6),
+    "80ms": Link("80 ms, 20 Mbit/s", 0.08, 20e6),
+}
+SIZES = {"8B": (4, 2), "64KiB": (64, 256), "2MiB": (512, 1024)}  # rows and numbers in a row, of a mini-batch's message
+METHODS = (
+    ("nwise", "local", 1),
+    ("nwise", "2-wise-mean", 1),
+    ("nwise", "2-wise", 1),
+    ("nwise", "end-to-end-delay-1", 1),
+    ("nwise", "gpipe", 1),
+    ("torch", "gpipe", 1),
+    ("nwise", "gpipe", 4),
+    ("torch", "gpipe", 4),
+    ("nwise", "1f1b", 4),
+    ("torch", "1f1b", 4),
+    ("nwise", "zero-bubble", 4),
+    ("torch", "zero-bubble", 4),
+)
+SLOT = 0.01  # seconds of a virtual stage's forward, and of each of its gradients
+FIRST, SECONDS = 20, 12.0  # the first steps, and about the longest time of the rest
+Record = dict[str, Any]
+
+
+def cases(link: Link, ranks: int, shape: tuple[int, int], slot: float) -> Iterator[Record]:
+    """Iterate over the cases of a link.
+
+    Args:
+        link: the link.
+        ranks: number of ranks, one stage each.
+        shape: rows and numbers in a row of a mini-batch.
+        slot: seconds of a stage's forward; 0 for real computation.
+    """
+    for library, method, m in METHODS:
+        if library == "torch" and method == "1f1b" and m < ranks:
+            continue  # torch's 1F1B wants a micro-batch for every stage
+        given = {"forward": slot, "head": 0.0, "input_grad": slot, "weight_grad": slot, "chain_share": 0.0}
+        costs: dict[str, Any] = {**given, "latency": link.latency, "message_bytes": 4 * shape[0] * shape[1]}
+        if link.rate < float("inf"):
+            costs["bandwidth"] = link.bytes_per_second
+        least = method_schedule(method, num_stages=ranks, num_microbatches=m, costs=Costs(**costs).split_in(m))
+        last = max(6, min(25, int(SECONDS / max(least.period, 1e-3))))
+        yield {
+            "library": library,
+            "method": method,
+            "microbatches": m,
+            "shape": shape,
+            "slot": slot,
+            "costs": costs,
+            "least_ms": 1e3 * least.period,
+            "bound_ms": 1e3 * least.lower_bound,
+            "steps": FIRST + last,
+            "last": last,
+        }
+
+
+def measure(link: Link, ranks: int, todo: Sequence[Record], source: Path) -> Iterator[Record]:
+    """Run cases one after the other on the same ranks; iterate over their records."""
+    told = json.dumps(list(todo))
+    environment = {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "NWISE_TIMEOUT": "600"}
+    with Wires(ranks, link) as wires:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.wire.ranks", told]
+        running = [wires.start(k, command, environment) for k in range(ranks)]
+        try:
+            assert running[0].stdout is not None
+            for line in running[0].stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            for one in running:
+                if one.wait():
+                    raise OSError(
+                        f"Rank {running.index(one)} should measure and end. Found: {one.stderr.read()[-2000:]}"
+                    )
+        finally:
+            for one in running:
+                one.kill()
+
+
+def main(
+    ranks: tuple[int, ...] = (2, 4, 8),
+    sizes: tuple[str, ...] = ("64KiB",),
+    links: tuple[str, ...] = tuple(LINKS),
+    slot_ms: float = 1e3 * SLOT,
+    rounds: int = 1,
+    source: Path = ROOT / "src",
+    methods: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = ("nwise", "torch"),
+    records: Path = RECORDS,
+) -> None:
+    """Measure steps over links, and write records and tables.
+
+    Args:
+        ranks: numbers of ranks, one after the other.
+        sizes: of messages.
+        links: names of links.
+        slot_ms: milliseconds of a stage's forward; 0 for real computation.
+        rounds: how often.
+        source: folder of the library, perhaps of another revision.
+        methods: those to measure; default: all.
+        libraries: those to measure.
+        records: file to which records are added.
+    """
+    records.parent.mkdir(exist_ok=True)
+    about = {"machine": machine(), "source": "here" if source == ROOT / "src" else source.parent.name}
+    with Progress(console=Console(stderr=True)) as progress:
+        work = [
+            (number, size, count, name)
+            for number in range(rounds)
+            for size in sizes
+            for count in ranks
+            for name in links
+        ]
+        for number, size, count, name in work:
+            todo = [
+                case
+                for case in cases(LINKS[name], count, SIZES[size], slot_ms / 1e3)
+                if case["library"] in libraries and case["method"] in (methods or [one[1] for one in METHODS])
+            ]
+            task = progress.add_task(f"{count} ranks, {LINKS[name].name}, {size}", total=len(todo))
+            for found in measure(LINKS[name], count, todo, source):
+                record = {"round": number, "ranks": count, "link": name, "size": size, **found, **about}
+                with records.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+                progress.console.print(
+                    f"{count} {name} {size} {found['library']} {found['method']} M={found['microbatches']}: "
+                    f"{found['step_ms']:.1f} least {found['least_ms']:.1f} x{found['step_ms'] / found['least_ms']:.2f} "
+                    f"bound {found['bound_ms']:.1f} first {found['first_20_ms']:.1f}"
+                )
+                progress.advance(task)
