@@ -17,8 +17,6 @@ from torch import Tensor
 
 from nwise.runtime import channel
 from nwise.runtime.channel import Carrier, Channel, LostPeer, Name
-from nwise.runtime.post import _check_unchanged
-from nwise.schedule.actions import Action, Kind
 from nwise.tensors import Named, Tensors
 
 TOKEN = b"0123456789abcdef"
@@ -263,13 +261,3 @@ def test_a_carrier_brings_the_bytes_and_zmq_the_headers() -> None:
         assert all(map(torch.equal, one.take(Name(0, number, 0)).parts, sent[number]))
     zero.close()
     one.close()
-
-
-def test_message_changed_in_place_after_it_was_sent_is_refused() -> None:
-    """Regression: a stage wrote its next output into the same memory, and the other rank read that in silence."""
-    workspace = (torch.ones(2),)
-    before = [workspace[0]._version]
-    _check_unchanged(Action(Kind.SEND_ACTIVATION, 0, 0), workspace, before)
-    workspace[0].zero_()
-    with pytest.raises(ValueError, match="output of stage 0 should stay as it is.*changed in place.*return a clone"):
-        _check_unchanged(Action(Kind.SEND_ACTIVATION, 0, 0), workspace, before)

@@ -84,9 +84,9 @@ ADD_ONS |= {"progress", "__main__", "__init__"}
 # needs more takes away elsewhere, or says in its commit why the feature is worth its lines.
 BUDGETS = {
     "strategies": 342,
-    "schedule": 2_006,
+    "schedule": 1_963,
     "stage": 532,
-    "runtime": 1_964,
+    "runtime": 1_962,
     "program": 554,
     "capturing": 311,
     "checkpoint": 943,
@@ -94,8 +94,8 @@ BUDGETS = {
     "planning": 1_294,
     "training": 509,
     "app": 4_911,
-    "the core": 7_393,
-    "the library": 11_980,
+    "the core": 7_348,
+    "the library": 11_935,
     "import nwise.pipeline: files": 59,
     "import nwise.pipeline: lines": 9_037,
     "warm step: calls": 300,

@@ -19,7 +19,7 @@ import nwise
 from cutting import tiny
 from launch import results
 from nwise.flow import flows_for
-from nwise.planning import prepare, source
+from nwise.planning import source
 from nwise.planning.devices import as_devices, orders
 from nwise.planning.partitions import Piece
 from nwise.planning.plan import Plan
@@ -317,13 +317,6 @@ def test_order_of_the_pipeline_fits_the_memory_of_the_plan() -> None:
     with pytest.warns(UserWarning, match="whatever its memory") as seen:
         pipe.step(torch.randn(4, 2), target=torch.tensor([0, 1, 0, 1]))
     assert [w.filename for w in seen] == [__file__], "regression: the warning named a line of nwise"
-
-
-def test_processes_that_disagree_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: processes with other arguments got other plans, and failed later with a KeyError."""
-    monkeypatch.setattr(prepare, "gather", lambda facts: [facts, {**facts, "devices": [2, 1]}])
-    with pytest.raises(ValueError, match=r"the same on every rank. Found \[1, 2\] on rank 0 and \[2, 1\] on rank 1"):
-        prepare.agree(devices=[1, 2], strategy="local")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_schedules() -> None:
     assert found.period == simulate(found, cycles=4).period == paper_time(4, 2, 2) == 6
     slower = Costs(forward=1, head=0.5, input_grad=1, weight_grad=1, latency=0.1)
     assert best("2-wise", num_stages=4, num_microbatches=2, costs=slower, num_ranks=2).period > 6
-    assert len(validate(found)) == 3
+    validate(found)
 
 
 @pytest.mark.parametrize(

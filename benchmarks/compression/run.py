@@ -40,20 +40,12 @@ Data = Literal["digits", "text"]
 STEPS = {"digits": 300, "text": 250}
 
 
-class Forgetful(TopK):
-    """The largest values, without feedback: what is left out is lost."""
-
-    feedback = False
-
-
 COMPRESSIONS: dict[str, Callable[[], Compression]] = {
     "none": lambda: Cast(torch.float32),
     "bf16": lambda: Cast(torch.bfloat16),
     "int8": Int8,
     "top-10%": lambda: TopK(0.1),
-    "top-10%, no feedback": lambda: Forgetful(0.1),
     "top-2%": lambda: TopK(0.02),
-    "top-2%, no feedback": lambda: Forgetful(0.02),
 }
 
 
@@ -62,7 +54,6 @@ class Counted:
 
     def __init__(self, rule: Compression) -> None:
         self._rule, self.num_bytes = rule, 0
-        self.feedback = rule.feedback
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         """Return the shapes and dtypes of the parts of a tensor."""

@@ -18,6 +18,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -80,15 +81,15 @@ class Wires:
 
     Args:
         count: number of namespaces.
-        link: the link between every two.
+        link: the link between every two; None for this machine's own loopback, without namespaces.
         congestion: congestion control of TCP; default: Linux's default.
 
     Raises:
         OSError: the machine lacks something (`missing`).
     """
 
-    def __init__(self, count: int, link: Link, congestion: str = "cubic") -> None:
-        if lacking := missing():
+    def __init__(self, count: int, link: Link | None, congestion: str = "cubic") -> None:
+        if link is not None and (lacking := missing()):
             raise OSError(lacking)
         self.count = count
         self._link = link
@@ -96,6 +97,8 @@ class Wires:
         self._name = f"nw{os.getpid()}x{time.monotonic_ns() % 10_000}"
 
     def __enter__(self) -> Wires:
+        if self._link is None:
+            return self
         told = json.dumps([self._name, self.count, asdict(self._link), self._congestion])
         self._switch = subprocess.Popen(
             [sys.executable, __file__, told], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -108,6 +111,8 @@ class Wires:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._link is None:
+            return
         assert self._switch.stdin is not None
         self._switch.stdin.close()  # which ends the switch, also if this process is killed
         self._switch.wait()
@@ -125,13 +130,14 @@ class Wires:
             "WORLD_SIZE": str(self.count),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": address(0),
+            "MASTER_ADDR": "localhost" if self._link is None else address(0),
             "MASTER_PORT": "29500",
-            "GLOO_SOCKET_IFNAME": "wire",
+            "GLOO_SOCKET_IFNAME": "lo" if self._link is None else "wire",
             "OMP_NUM_THREADS": "1",
         }
+        inside = [] if self._link is None else ["ip", "netns", "exec", f"{self._name}-{index}"]
         return subprocess.Popen(
-            ["ip", "netns", "exec", f"{self._name}-{index}", *command],
+            [*inside, *command],
             env={**os.environ, **told, **environment},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -239,11 +245,11 @@ def _switch(ends: Sequence[int], link: Link) -> None:
 def main(text: str) -> None:
     """Make namespaces, carry their packets, and take them down."""
     name, count, link, congestion = json.loads(text)
-    ends = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    ends: list[int] = []
     try:
         _allow(congestion)
-        for index in range(count):
-            ends.append(_device(name, index, congestion))
+        ends.extend(_device(name, index, congestion) for index in range(count))
         print("up", flush=True)
         _switch(ends, Link(**link))
     finally:

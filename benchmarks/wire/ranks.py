@@ -77,8 +77,7 @@ def nwise_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callab
         pipe.forget_pending()
         pipe.close()
 
-    step = lambda: pipe.step(x, target=target)
-    return step, end, list(pipe.parameters())
+    return lambda: pipe.step(x, target=target), end, list(pipe.parameters())
 
 
 def torch_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
@@ -113,14 +112,15 @@ def measure(case: Case) -> None:
     digest = sum(float(p.detach().double().abs().sum()) for p in parameters)
     # Steps in which this rank ran ahead are none of the pipeline's, so the slowest rank counts.
     steady = len(moments) - 1 - case["last"]
-    mine = [moments[20] - moments[0], moments[-1] - moments[steady], digest, moments[-1] - moments[0]]
+    first = min(20, case["steps"] - case["last"] - 1)
+    mine = [moments[1] - moments[0], (moments[1 + first] - moments[1]) / first, moments[-1] - moments[steady], digest]
     found: list[Any] = [None] * size
     dist.all_gather_object(found, mine)
     end()
     if rank == 0:
-        first, last, digests, whole = zip(*found, strict=True)
-        record = {"first_20_ms": 50 * max(first), "step_ms": 1e3 * max(last) / case["last"]}
-        record |= {"digest": sum(digests), "seconds": max(whole)}
+        connecting, early, late, digests = zip(*found, strict=True)
+        record = {"connecting_ms": max(connecting), "early_ms": max(early), "step_ms": max(late) / case["last"]}
+        record = {name: 1e3 * seconds for name, seconds in record.items()} | {"digest": sum(digests)}
         print(json.dumps({**case, **record}), flush=True)
 
 

@@ -25,8 +25,8 @@ from nwise.schedule.find import method_schedule
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records" / "steps.jsonl"
-LINKS = {
-    "loopback": Link("loopback"),
+LINKS: dict[str, Link | None] = {
+    "loopback": None,
     "1ms": Link("1 ms, 1 Gbit/s", 0.001, 1e9),
     "20ms": Link("20 ms, 200 Mbit/s", 0.02, 200e6),
     "40ms": Link("40 ms, 100 Mbit/s", 0.04, 100e6),
@@ -47,12 +47,13 @@ METHODS = (
     ("nwise", "zero-bubble", 4),
     ("torch", "zero-bubble", 4),
 )
-SLOT = 0.01  # seconds of a virtual stage's forward, and of each of its gradients
-FIRST, SECONDS = 20, 12.0  # the first steps, and about the longest time of the rest
+SLOT = 0.02  # seconds of a virtual stage's forward, and of each of its gradients
+FIRST = {"nwise": 21, "torch": 6}  # steps before the steady ones: one that connects, and the first twenty of nwise
+SECONDS = 8.0  # about the longest time of the steady steps
 Record = dict[str, Any]
 
 
-def cases(link: Link, ranks: int, shape: tuple[int, int], slot: float) -> Iterator[Record]:
+def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) -> Iterator[Record]:
     """Iterate over the cases of a link.
 
     Args:
@@ -65,11 +66,11 @@ def cases(link: Link, ranks: int, shape: tuple[int, int], slot: float) -> Iterat
         if library == "torch" and method == "1f1b" and m < ranks:
             continue  # torch's 1F1B wants a micro-batch for every stage
         given = {"forward": slot, "head": 0.0, "input_grad": slot, "weight_grad": slot, "chain_share": 0.0}
-        costs: dict[str, Any] = {**given, "latency": link.latency, "message_bytes": 4 * shape[0] * shape[1]}
-        if link.rate < float("inf"):
-            costs["bandwidth"] = link.bytes_per_second
+        costs: dict[str, Any] = {**given, "message_bytes": 4 * shape[0] * shape[1]}
+        if link is not None:
+            costs |= {"latency": link.latency, "bandwidth": link.bytes_per_second}
         least = method_schedule(method, num_stages=ranks, num_microbatches=m, costs=Costs(**costs).split_in(m))
-        last = max(6, min(25, int(SECONDS / max(least.period, 1e-3))))
+        last = max(5, min(25, int(SECONDS / max(least.period, 1e-3))))
         yield {
             "library": library,
             "method": method,
@@ -79,12 +80,12 @@ def cases(link: Link, ranks: int, shape: tuple[int, int], slot: float) -> Iterat
             "costs": costs,
             "least_ms": 1e3 * least.period,
             "bound_ms": 1e3 * least.lower_bound,
-            "steps": FIRST + last,
+            "steps": FIRST[library] + last,
             "last": last,
         }
 
 
-def measure(link: Link, ranks: int, todo: Sequence[Record], source: Path) -> Iterator[Record]:
+def measure(link: Link | None, ranks: int, todo: Sequence[Record], source: Path) -> Iterator[Record]:
     """Run cases one after the other on the same ranks; iterate over their records."""
     told = json.dumps(list(todo))
     environment = {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "NWISE_TIMEOUT": "600"}
@@ -98,9 +99,8 @@ def measure(link: Link, ranks: int, todo: Sequence[Record], source: Path) -> Ite
                     yield json.loads(line)
             for one in running:
                 if one.wait():
-                    raise OSError(
-                        f"Rank {running.index(one)} should measure and end. Found: {one.stderr.read()[-2000:]}"
-                    )
+                    said = one.stderr.read() if one.stderr else ""
+                    raise OSError(f"Rank {running.index(one)} should measure and end. Found: {said[-2000:]}")
         finally:
             for one in running:
                 one.kill()
@@ -146,7 +146,7 @@ def main(
                 for case in cases(LINKS[name], count, SIZES[size], slot_ms / 1e3)
                 if case["library"] in libraries and case["method"] in (methods or [one[1] for one in METHODS])
             ]
-            task = progress.add_task(f"{count} ranks, {LINKS[name].name}, {size}", total=len(todo))
+            task = progress.add_task(f"{count} ranks, {name}, {size}", total=len(todo))
             for found in measure(LINKS[name], count, todo, source):
                 record = {"round": number, "ranks": count, "link": name, "size": size, **found, **about}
                 with records.open("a") as file:
@@ -154,6 +154,6 @@ def main(
                 progress.console.print(
                     f"{count} {name} {size} {found['library']} {found['method']} M={found['microbatches']}: "
                     f"{found['step_ms']:.1f} least {found['least_ms']:.1f} x{found['step_ms'] / found['least_ms']:.2f} "
-                    f"bound {found['bound_ms']:.1f} first {found['first_20_ms']:.1f}"
+                    f"bound {found['bound_ms']:.1f} early {found['early_ms']:.1f}"
                 )
                 progress.advance(task)

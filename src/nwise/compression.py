@@ -26,8 +26,6 @@ class Int8:
     ([[127, -64], [0, 0]], torch.Size([2]))
     """
 
-    feedback = False
-
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         if len(spec.shape) < 2:
             return (spec,)
@@ -52,7 +50,7 @@ class Int8:
 
 
 class TopK:
-    """Sends the largest values of every tensor, with their places; the rest of a gradient waits for the next message.
+    """Sends the largest values of every tensor, with their places; the rest is zero at the other end.
 
     Args:
         share: share of the values that travels, above 0 and at most 1. The place of each value takes four bytes.
@@ -61,8 +59,6 @@ class TopK:
     >>> values.tolist(), places.tolist()
     ([-3.0, 2.0], [1, 2])
     """
-
-    feedback = True
 
     def __init__(self, share: float | Fraction) -> None:
         if not 0 < share <= 1:

@@ -405,7 +405,7 @@ CASES: dict[str, Case] = {
     "hand-counted bytes": hand_counted_bytes,
     "compressed to bytes": compressed_bytes,
     "compressed tuples": lambda: zoo("tuples", "2-wise-mean", compress="bf16"),
-    "compressed with feedback": lambda: zoo("tokens", "end-to-end-delay-1", compress=named("top-20%")),
+    "compressed": lambda: zoo("tokens", "end-to-end-delay-1", compress=named("top-20%")),
     "drained outside autocast": drained_outside_autocast,
     "refusals": refusals,
     "late and clipped": late_and_clipped,

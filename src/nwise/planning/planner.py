@@ -112,7 +112,8 @@ def plan(
             the mini-batch; with batch norm each micro-batch has two samples or more.
         latency: seconds of every message, or in the unit of the costs; default: that of the costs, or measured between the
             processes of ``torchrun``, else 0.
-        bandwidth: bytes a second of every link, or in the unit of the costs; default: that of the costs, else no limit.
+        bandwidth: bytes a second of every link at most, or in the unit of the costs; default: that of the costs, or measured,
+            else no limit.
         rounds: number of measurements, of which the medians count; default: 3.
         report: function that gets the plan as a text; None for silence. Default: print, in the first process only.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import statistics
-import timeit
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +17,10 @@ from nwise.checks import check_optimizer
 from nwise.network.section import StageModule
 from nwise.network.splitting import cut_points, split
 from nwise.planning.profiling import Network, Profile
-from nwise.runtime.launch import check_same, default_store, exchange, start
+from nwise.runtime.connections import connected
+from nwise.runtime.launch import default_store, exchange, start
+from nwise.runtime.links import Link
+from nwise.runtime.processes import Processes
 from nwise.schedule.costs import Costs
 from nwise.stage.stage import LossFn
 from nwise.tensors import Tensors, as_argument, as_tuple, each, run_module
@@ -148,11 +149,14 @@ def _mean_square(output: Any, target: object) -> Tensor:
     return torch.stack([y.float().square().mean() for y in tensors]).sum()
 
 
-def message_latency(device: torch.device) -> float:
-    """Measure the seconds of a small message between the processes; all of them call it together."""
-    one = torch.zeros(1, device=device)
-    there_and_back = timeit.repeat(lambda: (dist.all_reduce(one), one.item()), number=1, repeat=20)
-    return statistics.median(there_and_back) / 2
+def slowest_link() -> Link:
+    """Measure the links between processes of neighbouring ranks; return the slowest. All of them call it together."""
+    processes = Processes(dist.get_world_size())
+    connected(processes, torch.device("cpu"))
+    everywhere = processes.gather("links", list(processes.links.values()))
+    processes.close()
+    latencies, bandwidths = zip(*itertools.chain(*everywhere), strict=True)
+    return Link(max(latencies), min(bandwidths))
 
 
 def speeds(measured: Sequence[tuple[float, float]]) -> list[float]:
@@ -176,8 +180,3 @@ def gather(value: Any) -> list[Any]:
     start()
     key = f"nwise/plan/{next(_numbers)}"
     return exchange(default_store(), key, dist.get_rank(), dist.get_world_size(), value)
-
-
-def agree(**values: Any) -> None:
-    """Raise ValueError unless all processes have the same values; all of them call it together."""
-    check_same(gather(values))

@@ -13,10 +13,10 @@ from nwise.network.chain import Chain
 from nwise.planning.devices import Device
 from nwise.planning.partitions import Piece, pieces_of
 from nwise.planning.plan import Plan
-from nwise.planning.prepare import agree, gather, message_latency, speeds
+from nwise.planning.prepare import gather, slowest_link, speeds
 from nwise.planning.profiling import Network, Profile, profile
 from nwise.planning.search import search
-from nwise.runtime.launch import launched
+from nwise.runtime.launch import check_same, launched
 from nwise.schedule.costs import Costs
 from nwise.strategies import Strategy
 
@@ -90,24 +90,24 @@ def measure(
 ) -> Source:
     """Measure a network, and under ``torchrun`` its devices and links."""
     if launched():
-        agree(
-            devices=[[one.speed, one.memory] for one in known or ()],
-            **same,
-            microbatches=ms,
-            example=[list(x.shape) for x in network.batch(network.batch_size)[0]],
-            model=list(network.pieces),
-        )
+        facts = {
+            "devices": [[one.speed, one.memory] for one in known or ()],
+            "microbatches": ms,
+            "example": [list(x.shape) for x in network.batch(network.batch_size)[0]],
+            "model": list(network.pieces),
+        }
+        check_same(gather(facts | same))
     found = profile(network, ms, rounds=rounds, progress=progress)
     links = {**links, "overhead": found.overhead}
     if launched():
-        # All processes use the first one's profile and latency, the largest overhead, and all speeds.
-        reports = gather(
-            (found.seconds, found.spread, found.overhead, message_latency(network.device), found.as_json())
-        )
+        # All processes use the first one's profile, the largest overhead, the slowest link, and all speeds.
+        reports = gather((found.seconds, found.spread, found.overhead, found.as_json()))
         links["overhead"] = max(one[2] for one in reports)
-        links["latency"] = reports[0][3] if latency is None else latency
+        link = slowest_link()
+        links["latency"] = link.latency if latency is None else latency
+        links["bandwidth"] = min(link.bandwidth, links["bandwidth"])
         known = known or tuple(Device(speed=speed) for speed in speeds([one[:2] for one in reports]))
-        found = Profile.from_json(reports[0][4])
+        found = Profile.from_json(reports[0][3])
     return Source(lambda _: found.pieces, known or (Device(),), links, found)
 
 

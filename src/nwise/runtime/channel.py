@@ -49,7 +49,7 @@ _HEADER = struct.Struct("<16sQqqqI12x")  # token, number of the message, name, l
 _TAKEN = -(2**62)  # stands for the task in a message that tells how many have been taken
 _WINDOW = 2**26  # bytes that a sender is ahead
 _MANY = 256  # messages after which the other end hears that they were taken, however small they are
-_LARGE = 2**15  # bytes from which tensors travel in frames of their own, without a copy
+_LARGE = 2**15  # bytes from which tensors travel in frames of their own
 _GRAIN = 16  # bytes at whose multiples tensors begin in a frame
 _MOST_HEADER = 2**20  # bytes
 _MOST_FORMS = 2**12  # headers that an end remembers
@@ -171,7 +171,7 @@ class Channel:
         self._outbox.connect(near if host == self._host else far)
 
     def send(self, name: Name, made: Cotangents, parts: Tensors, label: str = "") -> int:
-        """Send a message; wait if the other end is far behind. Return the bytes of what travels.
+        """Send a copy of a message; wait if the other end is far behind. Return the bytes of what travels.
 
         Args:
             name: its name.
@@ -193,7 +193,8 @@ class Channel:
             self._push(name, form.text, memory, form.num_bytes)
         else:
             self._push(name, form.text, ())
-            held = [(t, self._carrier.ahead.send([t], self.peer, 0)) for t in memory if t.numel()]
+            own = [t.clone() for t in memory if t.numel()]
+            held = [(t, self._carrier.ahead.send([t], self.peer, 0)) for t in own]
         self._ahead.append((form.num_bytes, held))
         self._bytes_ahead += form.num_bytes
         return form.num_bytes
@@ -240,9 +241,7 @@ class Channel:
         if size < _LARGE:
             self._outbox.send(b"".join([head, *map(_padded, memory)]))
         else:
-            self._outbox.send(head, zmq.SNDMORE)
-            for i, t in enumerate(memory):
-                self._outbox.send(_bytes(t), 0 if i == len(memory) - 1 else zmq.SNDMORE, copy=False)
+            self._outbox.send_multipart([head, *map(_bytes, memory)])
         self._sent += 1
 
     def _read(self) -> None:
@@ -278,12 +277,9 @@ class Channel:
     def _next(self) -> list[zmq.Frame]:
         """Wait for a message for a while; return its frames, none if it does not come."""
         try:
-            frames = [self._inbox.recv(copy=False)]
+            return self._inbox.recv_multipart(copy=False)
         except zmq.Again:
             return []
-        while frames[-1].more:
-            frames.append(self._inbox.recv(copy=False))
-        return frames
 
     def _form(self, text: bytes) -> tuple[Sequence[Spec | None], Specs, str]:
         """Return what a header says of the tensors that a message is about, of those that travel, and its label."""

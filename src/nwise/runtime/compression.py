@@ -11,7 +11,7 @@ more ways.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -25,14 +25,7 @@ __all__ = ["Cast", "Compression", "Codec", "fingerprint", "parse_compression"]
 
 
 class Compression(Protocol):
-    """A way to compress floating-point tensors.
-
-    Attributes:
-        feedback: whether the error of a gradient is added to the next one of the same message and micro-batch. Activations have
-            no feedback: it would add values of other samples.
-    """
-
-    feedback: bool
+    """A way to compress floating-point tensors."""
 
     def specs(self, spec: Spec) -> tuple[Spec, ...]:
         """Return the shapes and dtypes of the parts of a tensor."""
@@ -50,8 +43,6 @@ class Cast:
     >>> Cast(torch.bfloat16).compress(torch.tensor([1.001]))
     (tensor([1.], dtype=torch.bfloat16),)
     """
-
-    feedback = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:
@@ -78,7 +69,7 @@ def parse_compression(given: str | Compression) -> Compression | None:
         TypeError: it is neither a name nor a compression.
     """
     if not isinstance(given, str):
-        wanted = ("feedback", "specs", "compress", "restore")
+        wanted = ("specs", "compress", "restore")
         if isinstance(given, type) or not all(hasattr(given, attribute) for attribute in wanted):
             raise TypeError(f"`compress` should be a name, or an object with {', '.join(wanted)}. Found {given!r}.")
         return given
@@ -107,12 +98,9 @@ class Codec:
 
     def __init__(self, compression: Compression | None) -> None:
         self.compression = compression
-        self.errors: dict[Hashable, Tensor] = {}  # what earlier messages left out, by sender
 
-    def compress(self, sender: Hashable, tensors: Sequence[Tensor | None]) -> Tensors:
+    def compress(self, tensors: Sequence[Tensor | None]) -> Tensors:
         """Return the parts that travel instead of tensors; None has none.
-
-        Errors are kept for the next message of a `sender`; without one there is no feedback.
 
         Raises:
             ValueError: the compression makes other parts than it says.
@@ -121,10 +109,12 @@ class Codec:
         if rule is None:
             return tuple([t for t in tensors if t is not None])
         made = list[Tensor]()
-        for i, tensor in enumerate(tensors):
-            if tensor is not None:
-                parts = self._parts(rule, None if sender is None else (sender, i), tensor)
-                wanted = self._specs(rule, make_spec(tensor))
+        for tensor in tensors:
+            if tensor is not None and not tensor.is_floating_point():
+                made.append(tensor)
+            elif tensor is not None:
+                parts = rule.compress(tensor)
+                wanted = tuple(rule.specs(make_spec(tensor)))
                 found = make_specs(parts)
                 if wanted != found:
                     raise ValueError(
@@ -133,31 +123,6 @@ class Codec:
                     )
                 made += parts
         return tuple(made)
-
-    def _specs(self, rule: Compression, spec: Spec) -> tuple[Spec, ...]:
-        """Return the shapes and dtypes that travel instead of a tensor."""
-        return tuple(rule.specs(spec)) if spec.dtype.is_floating_point else (spec,)
-
-    def _parts(self, rule: Compression, key: Hashable, tensor: Tensor) -> Tensors:
-        """Return the parts of one tensor, and keep its error under `key`, if there is one."""
-        spec = make_spec(tensor)
-        if not spec.dtype.is_floating_point:
-            return (tensor,)
-        if not rule.feedback or key is None:
-            return rule.compress(tensor)
-        error = self.errors.get(key)
-        if error is not None and make_spec(error) == spec:
-            tensor = tensor + error
-        parts = rule.compress(tensor)
-        # Error feedback, top-1 of two values: what a message leaves out is added to the next one.
-        #
-        #     gradient    error before    sent        error after
-        #     [3, 2]      [0, 0]          [3, 0]      [0, 2]
-        #     [1, 0]      [0, 2]          [0, 2]      [1, 0]
-        #
-        # Without `nan_to_num` a single nan or infinite value would stay forever.
-        self.errors[key] = (tensor - rule.restore(parts, spec)).nan_to_num(0.0, 0.0, 0.0)
-        return parts
 
     def restore(self, parts: Sequence[Tensor], specs: Sequence[Spec | None]) -> Cotangents:
         """Return the tensors that the parts describe, of the given shapes and dtypes; None where there is none."""
@@ -173,12 +138,8 @@ class Codec:
                 made.append(rule.restore(tuple(next(rest) for _ in rule.specs(spec)), spec))
         return tuple(made)
 
-    def through(self, sender: Hashable, tensors: Cotangents) -> Cotangents:
+    def through(self, tensors: Cotangents) -> Cotangents:
         """Compress and restore tensors on their way to a stage of the same process; names and None stay."""
-        assert self.compression is not None
-        keys = [None if sender is None else (sender, i) for i in range(len(tensors))]
-        arrived = [
-            None if t is None else self.restore(self._parts(self.compression, key, t), [make_spec(t)])[0]
-            for key, t in zip(keys, tensors, strict=True)
-        ]
+        specs = [None if t is None else make_spec(t) for t in tensors]
+        arrived = self.restore(self.compress(tensors), specs)
         return with_names(cast(Tensors, arrived), names(cast(Tensors, tensors)))

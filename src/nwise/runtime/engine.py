@@ -79,15 +79,13 @@ class Engine:
         self.stages = stages
         self._processes = processes
         self._by_index = {stage.index: stage for stage in stages}
-        self._codec = Codec(compression)
-        self.mailbox = processes.mailbox(self._by_index, self._codec, device)
+        self.mailbox = processes.mailbox(self._by_index, Codec(compression), device)
         self.flying: dict[int, Minibatch] = {}
         self.next = 0
         self._due = DueGradients()
         self._schedule: Schedule | None = None  # that of the mini-batches in flight
         self._work = RankWork((), (), {})
         self._autocast: torch.dtype | None = None  # of the last step
-        processes.before_close(self._close)
 
     @property
     def has_pending(self) -> bool:
@@ -170,7 +168,7 @@ class Engine:
         return True
 
     def forget(self, because: str = "") -> int:
-        """Drop all that waits, and the errors of compressed messages; return the number of mini-batches.
+        """Drop all that waits; return the number of mini-batches.
 
         Args:
             because: cause, for a warning if there are any; default: no warning.
@@ -186,7 +184,6 @@ class Engine:
             )
         self._drop()
         self._schedule = None
-        self._codec.errors.clear()
         if lost:
             self.mailbox.forget()
         return lost
@@ -272,13 +269,11 @@ class Engine:
         """Let the body run the list of one call. `batch` is what the new mini-batch looks like."""
         assert self._schedule is not None, "`follow` has set it"
         self.next = call + 1
-        errors = dict(self._codec.errors)
         try:
             with self._processes.watched(f"step {call}", batch), torch.enable_grad():
                 yield
         except BaseException:
             self.next = call
-            self._codec.errors = errors
             raise
         over = call - self._schedule.oldest
         self.flying.pop(over, None)
@@ -314,10 +309,6 @@ class Engine:
         self.mailbox.clear()
         self._due.clear()
         self.received = None
-
-    def _close(self) -> None:
-        with self._processes.watched(None):
-            self.forget()
 
 
 def _teller(processes: Processes, step: int, recorder: Recorder | None, on_action: OnAction) -> Tell:

@@ -120,17 +120,21 @@ def exchange(
     seconds = store.timeout.total_seconds() if limit is None else limit  # type: ignore[attr-defined]  # it is there
     deadline = time.monotonic() + seconds
     pause = 0.001
-    for other in range(size):
-        while not store.check([f"{key}/{other}"]):  # its `wait` cannot be interrupted
-            check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Every rank should come to the exchange of {key!r} within {seconds:g} seconds. Found that rank {other} has "
-                    "not: it is slow, or has stalled; give slow ranks more time by `timeout=` or NWISE_TIMEOUT."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-    return [json.loads(store.get(f"{key}/{other}")) for other in range(size)]
+    keys = [f"{key}/{other}" for other in range(size)]
+    while not store.check(keys):  # its `wait` cannot be interrupted
+        check()
+        if time.monotonic() > deadline:
+            late = next(other for other in range(size) if not store.check([keys[other]]))
+            raise RuntimeError(
+                f"Every rank should come to the exchange of {key!r} within {seconds:g} seconds. Found that rank {late} has not: "
+                "it is slow, or has stalled; give slow ranks more time by `timeout=` or NWISE_TIMEOUT."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    # All at once: each request of the store takes a round trip.
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # it is there
+    values = store.multi_get(keys) if several else map(store.get, keys)
+    return list(map(json.loads, values))
 
 
 def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Link"]
 _TASK = -1  # of these messages
 _LAST = "last"
 _SMALL, _LARGE = 2**18, 2**24  # bytes of the first message that is not empty, and of the largest
-_EMPTY = 4
+_TIMES = 3  # of each size; the first ones open the window
 _LONG = 1.5  # times an empty message, of one whose bytes tell the bandwidth
 
 
@@ -78,17 +78,10 @@ def _ask(channel: Channel) -> Link:
         channel.take(name)
         return time.perf_counter() - begin
 
-    def steady(size: int) -> float:
-        """Return the time once the window of TCP has opened: when another message is not much faster."""
-        best = float("inf")
-        while (now := there_and_back(size)) < 0.9 * best:
-            best = now
-        return min(best, now)
-
     there_and_back(0)  # waits for the connection
-    empty = min(there_and_back(0) for _ in range(_EMPTY))
+    empty = min(there_and_back(0) for _ in range(_TIMES))
     size = _SMALL
-    while (whole := steady(size)) < _LONG * empty and size < _LARGE:
+    while (whole := min(there_and_back(size) for _ in range(_TIMES))) < _LONG * empty and size < _LARGE:
         size *= 4
     there_and_back(0, _LAST)
     return Link(empty / 2, size / max(whole - empty, 1e-9))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from nwise.microbatch import Batch
 from nwise.runtime.work import RankWork
-from nwise.schedule.actions import Action, Kind
+from nwise.schedule.actions import Action
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents, Tape
@@ -90,8 +90,7 @@ class Mailbox:
     def put(self, task: int, number: int, made: Tensors | Cotangents) -> None:
         """Take the result of a task for its readers."""
         if self._codec.compression is not None:
-            action = self._tasks[task]
-            made = self._codec.through(None if action.kind is Kind.FORWARD else action, made)
+            made = self._codec.through(made)
         self._results[task, number] = [self._uses[task], made]
 
     def end(self) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from nwise._torch import versions
 from nwise.modes import autocast_dtype
 from nwise.runtime.calls import Status
 from nwise.runtime.channel import Name
@@ -32,7 +31,7 @@ from nwise.schedule.actions import Action, Kind
 from nwise.schedule.schedule import Schedule
 from nwise.stage.stage import Stage
 from nwise.stage.tape import Cotangents
-from nwise.tensors import Tensors, address, each, names, with_names
+from nwise.tensors import Tensors, each, with_names
 
 
 class Arc(NamedTuple):
@@ -75,13 +74,9 @@ class Post(Mailbox):
         self._tell = cast(Tell, None)
         self._epoch = 0
         self._inferred = 0
-        self._spared: set[int] = set()
         self._signature = Signature()  # of the newest mini-batch
         self._label = ""
         self._labels: dict[int, str] = {}  # of the mini-batches in flight
-        self._last: tuple[Action, Tensors, list[int]] | None = (
-            None  # the message before, with the version of each tensor
-        )
 
     def signature(self, inputs: Sequence[Tensors]) -> object:
         autocast = autocast_dtype(self._device)
@@ -110,7 +105,6 @@ class Post(Mailbox):
         self._labels.pop(call - schedule.oldest - 1, None)
         for replicas in self.replicas.values():
             replicas.start()
-        self._spare(flying[call].batch.inputs if call in flying and 0 in self._stages else ())
 
     def take(self, task: int, number: int) -> Tensors | Cotangents:
         if (task, number) not in self._results:
@@ -132,12 +126,11 @@ class Post(Mailbox):
         begin = self._now(arc.action)
         kind, k, *_ = arc.action
         if kind is Kind.SEND_ACTIVATION:
-            made = self._sendable(cast(Tensors, made), k)
-        sender = None if kind is Kind.SEND_ACTIVATION else arc.action
-        parts = self._codec.compress(sender, made)
-        size = self._send(arc.place, Name(self._epoch, number, task), made, parts, self._labels[number])
+            check_sendable(cast(Tensors, made), k, self._device)
+        parts = self._codec.compress(made)
+        name = Name(self._epoch, number, task)
+        size = self._connected()[arc.place].send(name, made, parts, self._labels[number])
         self.sent[kind is not Kind.SEND_ACTIVATION] += size
-        self._last = arc.action, parts, versions(parts)
         if self._tell is not None:
             self._tell(arc.action, begin)
 
@@ -158,7 +151,6 @@ class Post(Mailbox):
         self._inferred += 1
         self._call = step
         self._connected()
-        self._spare([inputs])
         for k in self._processes.here:
             if k and k - 1 not in self._stages:
                 self._now(Action(Kind.RECEIVE_ACTIVATION, k, 0))
@@ -167,14 +159,14 @@ class Post(Mailbox):
             self._now(Action(Kind.FORWARD, k, 0))
             hidden = call(k, hidden)
             if k + 1 < len(placement) and k + 1 not in self._stages:
-                made = self._sendable(each(hidden, Tensor.detach), k)
-                self._send(placement[k + 1], Name(self._epoch, -self._inferred, k + 1), made, made, "")
+                made = each(hidden, Tensor.detach)
+                check_sendable(made, k, self._device)
+                self._connected()[placement[k + 1]].send(Name(self._epoch, -self._inferred, k + 1), made, made)
 
     def forget(self) -> None:
         # Messages of these mini-batches may still be on their way. All ranks forget them at the same call.
         super().forget()
         self._epoch += 1
-        self._last = None
         for channel in (self._channels or {}).values():
             channel.drop(self._epoch)
 
@@ -188,30 +180,6 @@ class Post(Mailbox):
         begin = time.perf_counter()
         self._processes.doing = Status(self._call, action, begin)
         return begin
-
-    def _send(self, place: int, name: Name, made: Tensors | Cotangents, parts: Tensors, label: str) -> int:
-        """Send what a task has made, of which `parts` travel; return their bytes."""
-        if self._last is not None:
-            _check_unchanged(*self._last)
-        return self._connected()[place].send(name, made, parts, label)
-
-    def _spare(self, inputs: Iterable[Tensors]) -> None:
-        """Let messages share no memory with the model's inputs and with parameters and buffers (`_sendable`)."""
-        # An optimizer changes parameters, and the caller may reuse a batch. A send returns before its message has left.
-        if self._channels:
-            tensors = [x for microbatch in inputs for x in microbatch]
-            for stage in self._stages.values():
-                tensors += [*stage.module.parameters(), *stage.module.buffers()]
-            self._spared = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
-
-    def _sendable(self, tensors: Tensors, stage: int) -> Tensors:
-        """Copy outputs of a stage whose memory may change before they have left, and tensors of other types."""
-        check_sendable(tensors, stage, self._device)
-        plain = [type(t) is Tensor and address(t) not in self._spared for t in tensors]
-        if all(plain):
-            return tensors
-        copied = [t if p else t.clone() for t, p in zip(tensors, plain, strict=True)]
-        return with_names(copied, names(tensors))
 
 
 def arcs_of(schedule: Schedule, rank: int) -> tuple[dict[int, Arc], dict[int, Arc]]:
@@ -248,14 +216,3 @@ def _check_label(mine: str, theirs: str, peer: int) -> None:
         f"Every rank should get the whole mini-batch, under the same autocast. Found micro-batches, {own} here and {other} on "
         f"rank {peer}; load the same data on all ranks."
     )
-
-
-def _check_unchanged(action: Action, tensors: Tensors, before: list[int]) -> None:
-    """Raise ValueError if a message has been changed in place since it was sent."""
-    if versions(tensors) != before:
-        forward = action.kind is Kind.SEND_ACTIVATION
-        what = f"output of stage {action.stage}" if forward else f"gradient that stage {action.stage} returns"
-        raise ValueError(
-            f"The {what} should stay as it is, because another process reads it. Found that it was changed in place after "
-            "the call that made it; let the stage return a clone of memory that it writes again."
-        )

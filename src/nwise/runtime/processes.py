@@ -17,8 +17,8 @@ import atexit
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ _COPIED = (
     "needs the other processes; load its state dict into the pipeline, or make another `Pipeline` on all processes."
 )
 
+_FAREWELL = 5.0  # seconds that the first rank waits for the others at the end
 _numbers = itertools.count()  # numbers the pipelines, equally on every rank because all run the same script
 _open: list[Processes] = []  # with several processes
 _report_crashes = cache(on_uncaught_error)  # once, for example of a data loader or an optimizer
@@ -115,7 +116,6 @@ class Processes:
         self.groups: dict[tuple[tuple[int, ...], bool], ProcessGroup | None] = {}
         self.channels: dict[tuple[torch.device, Placement], Channels] = {}
         self.links: dict[int, Link] = {}
-        self._on_close: list[Callable[[], None]] = []
         if launched():
             self._join(num_stages, placement, mesh, time_limit(timeout))
         else:
@@ -359,29 +359,26 @@ class Processes:
         if self.size > 1:
             self.settings = name, derive(repr(facts))
 
-    def before_close(self, action: Callable[[], None]) -> None:
-        """Run an action in `close`, once all ranks are there; never with one process."""
-        if self.size > 1:  # else the action would hold its owner, which holds the processes
-            self._on_close.append(action)
-
     def close(self) -> None:
         """End the exchange after the last step; all ranks call it together."""
         if self not in _open or self.watch.has_failed:
             return
         _open.remove(self)
-        # All ranks meet twice: before the flush, because a rank still in a step would mistake it for its message, and after it,
-        # because a rank that left earlier would break the connections that another still flushes.
+        # All ranks meet twice: to compare their calls, and before any connection ends, because another rank may still wait.
         with self.telling("the end (`close`)"):
             everywhere = self.exchange("calls", _calls.published())
         found = [_calls.difference(self.rank, rank, theirs) for rank, theirs in enumerate(everywhere)]
         if different := next(filter(None, found), None):
             raise self.watch.failed(ValueError(f"Rank {self.rank} {different}."))
-        for action in self._on_close:
-            action()
         self.exchange("closed", None)
         for channel in itertools.chain(*(channels.values() for channels in self.channels.values())):
             channel.close()
         self.watch.close()
+        with suppress(RuntimeError):
+            # The first rank may hold the store, which the others need until here.
+            self.store.set(f"left/{self.rank}", "")
+            if self.is_first:
+                self.store.wait([f"left/{rank}" for rank in range(self.size)], timedelta(seconds=_FAREWELL))
         while self._made and dist.is_initialized():  # with the default group the caller destroys all others
             dist.destroy_process_group(self._made.pop())
         atexit.unregister(self._close_at_exit)
@@ -398,4 +395,4 @@ class Processes:
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle of a pipeline keeps its stages, without connections.
         facts = ("placement", "place", "rank", "size", "replica", "num_replicas", "ranks")
-        return {name: getattr(self, name) for name in facts} | {"groups": {}, "channels": {}, "_on_close": []}
+        return {name: getattr(self, name) for name in facts} | {"groups": {}, "channels": {}, "links": self.links}
