@@ -35,6 +35,7 @@ _TUN, _PLAIN, _WITH_SIZES = 0x0001, 0x1000, 0x4000  # flags of a device
 _OFFLOAD = 0x01 | 0x02  # checksums, and segments that the device would cut
 _SIZES = 10  # bytes before a packet that say into which segments it is to be cut
 _CONTROL = "/proc/sys/net/ipv4"
+_TCP, _RST = 6, 0x04
 _QUEUE = 10_000  # packets
 _BATCH = 64  # packets that are read from one device before the next
 
@@ -157,6 +158,10 @@ class Wires:
         """End all cuts."""
         self._tell({"cut": None})
 
+    def reset(self, *pair: int) -> None:
+        """Reset every connection between two namespaces once, at its next packet."""
+        self._tell({"reset": pair})
+
     def down(self, index: int) -> None:
         """Take a namespace off the net, as if its machine had vanished."""
         _run(f"ip netns exec {self._name}-{index} ip link set wire down")
@@ -203,6 +208,8 @@ def _switch(ends: Sequence[int], link: Link) -> None:
     free: dict[tuple[int, int], float] = {}  # when the last packet of a direction has left
     last: dict[tuple[int, int], float] = {}  # when it arrives
     cut: set[int] = set()
+    resets: set[int] = set()
+    was_reset: set[bytes] = set()
     count = 0
     waiting = [*ends, sys.stdin.fileno()]
     while True:
@@ -217,6 +224,8 @@ def _switch(ends: Sequence[int], link: Link) -> None:
                 told = json.loads(line)
                 if "cut" in told:
                     cut = set(told["cut"] or ())
+                elif "reset" in told:
+                    resets = set(told["reset"])
                 else:
                     link = Link(**told)
                 continue
@@ -230,7 +239,19 @@ def _switch(ends: Sequence[int], link: Link) -> None:
                     continue
                 pair = end, ends[target]
                 sent = free[pair] = max(now, free.get(pair, 0.0)) + (len(packet) - _SIZES) / link.bytes_per_second
-                if cut >= {ends.index(end), target} or random.random() < link.loss:
+                source = ends.index(end)
+                if cut >= {source, target} or random.random() < link.loss:
+                    continue
+                if (
+                    resets >= {source, target}
+                    and packet[_SIZES + 9] == _TCP
+                    and packet[_SIZES + 12 :][:12] not in was_reset
+                ):
+                    ahead, back = _resets(packet[_SIZES:])
+                    was_reset |= {ahead[12:24], back[12:24]}
+                    for to, one in ((ends[target], ahead), (end, back)):
+                        with suppress(OSError):
+                            os.write(to, bytes(_SIZES) + one)
                     continue
                 arrives = max(sent + link.latency + random.random() * link.jitter, last.get(pair, 0.0))
                 last[pair] = arrives
@@ -240,6 +261,36 @@ def _switch(ends: Sequence[int], link: Link) -> None:
             _, _, to, packet = heapq.heappop(queue)
             with suppress(OSError):
                 os.write(to, packet)
+
+
+def _resets(packet: bytes) -> tuple[bytes, bytes]:
+    """Return the packets that end a connection at both ends, given the next packet of one."""
+    start = 4 * (packet[0] & 15)
+    source, target = packet[12:16], packet[16:20]
+    ports, sequence, acknowledged = (
+        packet[start : start + 4],
+        packet[start + 4 : start + 8],
+        packet[start + 8 : start + 12],
+    )
+
+    def one(source: bytes, target: bytes, ports: bytes, number: bytes) -> bytes:
+        segment = ports + number + bytes(4) + struct.pack("!BBH", 5 << 4, _RST, 0)
+        pseudo = source + target + struct.pack("!BBH", 0, _TCP, 20)
+        segment += struct.pack("!HH", _checksum(pseudo + segment + bytes(4)), 0)
+        head = struct.pack("!BBHHHBB", 0x45, 0, 40, 0, 0, 64, _TCP)
+        return head + struct.pack("!H", _checksum(head + bytes(2) + source + target)) + source + target + segment
+
+    return (
+        one(source, target, ports, sequence),
+        one(target, source, ports[2:] + ports[:2], acknowledged),
+    )
+
+
+def _checksum(data: bytes) -> int:
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
 
 
 def main(text: str) -> None:

@@ -157,3 +157,52 @@ def main(
                     f"bound {found['bound_ms']:.1f} early {found['early_ms']:.1f}"
                 )
                 progress.advance(task)
+    (HERE / "tables.md").write_text(tables([json.loads(line) for line in records.open()]))
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Return a table for every revision, number of ranks, size of messages and kind of stages."""
+    groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
+    for row in records:
+        groups[row["source"], row["slot"], row["size"], row["ranks"]].append(row)
+    lines = [
+        "# Tables, written by run.py",
+        "",
+        "Milliseconds of a step, and in brackets its ratio to the least that link allows.",
+        "",
+    ]
+    for (source, slot, size, ranks), rows in groups.items():
+        stages = f"stages of {1e3 * slot:g} ms" if slot else "stages that compute"
+        where = "" if source == "here" else f", revision {source}"
+        links = [name for name in LINKS if any(row["link"] == name for row in rows)]
+        lines += [f"## {ranks} ranks, {size}, {stages}{where}", ""]
+        lines += [f"| library | method | M | {' | '.join(map(_title, links))} |", "|---|---|---|" + "---|" * len(links)]
+        for library, method, m in METHODS:
+            cells = [_cell([row for row in rows if _key(row) == (library, method, m, link)]) for link in links]
+            if any(cells):
+                lines.append(f"| {library} | {method} | {m} | {' | '.join(cells)} |")
+        lines.append("")
+        early = [row for row in rows if row["library"] == "nwise"]
+        worst = max(early, key=lambda row: row["early_ms"] / row["step_ms"])
+        lines += [
+            f"The first steps of nwise take at most {worst['early_ms'] / worst['step_ms']:.2f} times a later one "
+            f"({worst['method']}, {_title(worst['link'])}).",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _title(link: str) -> str:
+    known = LINKS[link]
+    return link if known is None else known.name
+
+
+def _key(row: Record) -> tuple[Any, ...]:
+    return row["library"], row["method"], row["microbatches"], row["link"]
+
+
+def _cell(rows: Sequence[Record]) -> str:
+    if not rows:
+        return ""
+    step, least = median(row["step_ms"] for row in rows), rows[0]["least_ms"]
+    return f"{step:.1f} ({step / least:.2f})" if least else f"{step:.1f}"
