@@ -74,16 +74,32 @@ def _lines(axes: Axes, lines: Lines, *, legend: bool = True) -> None:
 
 
 def latency(path: Path) -> None:
-    """Draw the measured steps of eight stages against the latency of a message."""
-    rows = [row for row in _records("links/records/8.jsonl") if row["network"]["name"] != "internet"]
-    points = {
-        name: sorted((row["network"]["latency"], row["measured_slots"]) for row in rows if row["method"] == name)
-        for name in _METHODS
-    }
+    """Draw the measured steps of four stages over real links, by nwise and by torch."""
+    rows = [row for row in _records("wire/records/steps.jsonl") if row["source"] == "here"]
+    rows = [row for row in rows if (row["ranks"], row["size"], row["slot"]) == (4, "64KiB", 0.02)]
+    links = {"loopback": "loopback", "1ms": "1 ms", "20ms": "20 ms", "40ms": "40 ms", "80ms": "80 ms"}
+    shown = [
+        ("torch", "1f1b", ":", "1F1B of torch (exact)"),
+        ("torch", "zero-bubble", "--", "zero-bubble of torch (exact)"),
+        ("nwise", "zero-bubble", "-", "zero-bubble (exact)"),
+        ("nwise", "end-to-end-delay-1", "-", "end-to-end, one update late"),
+        ("nwise", "2-wise", "-", "2-wise"),
+        ("nwise", "local", "-", "local"),
+    ]
     with make_panels(1, path, width=6.4, height=3.9) as (_, [axes]):
-        _lines(axes, points)
-        axes.set_xlabel("latency of a message, in slots")
-        axes.set_title("A step of eight stages, measured")
+        for library, method, look, text in shown:
+            found = {row["link"]: row["step_ms"] for row in rows if (row["library"], row["method"]) == (library, method)}
+            colour = method_colour(method) if library == "nwise" else "#777777"
+            axes.plot(range(len(links)), [found[one] for one in links], look, color=colour, label=text, lw=2, marker="o", ms=3.5)
+        axes.set_xticks(range(len(links)), links.values())
+        axes.set_yscale("log")
+        ticks = [50, 100, 200, 500, 1000, 2000]
+        axes.set_yticks(ticks, [str(t) for t in ticks])
+        axes.minorticks_off()
+        axes.set_ylabel("milliseconds per step")
+        axes.set_xlabel("latency of the link")
+        axes.legend(frameon=False, fontsize=9, handlelength=3.2)
+        axes.set_title("A step of four stages of 20 ms, over real links")
 
 
 def stages(path: Path) -> None:
@@ -236,7 +252,7 @@ def explorer(path: Path) -> None:
 # The records that a figure draws; the others draw schedules and flows, and nothing measured.
 _TRAINED = ("experiments/frontier/medium.jsonl", "experiments/width/medium.jsonl")
 SOURCES: dict[str, tuple[str, ...]] = {
-    "latency": ("benchmarks/links/records/8.jsonl",),
+    "latency": ("benchmarks/wire/records/steps.jsonl",),
     "stages": ("benchmarks/planning/records/methods.jsonl",),
     "equal-time": _TRAINED,
     "claims": ("experiments/e1/medium.jsonl", "experiments/e2/medium.jsonl"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import nwise
 from nwise.app.recipes import recipe
 from nwise.checkpoint import Checkpoints
-from nwise.compression import TopK, named
+from nwise.compression import Int8, TopK, named
 from nwise.runtime.compression import Cast, Codec, Compression, fingerprint, parse_compression
 from nwise.runtime.shapes import Spec, make_spec, make_specs
 
@@ -232,6 +232,13 @@ def test_other_names_are_refused(name: str) -> None:
 def test_other_objects_are_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match="`compress` should be a name, or an object with specs, compress, restore"):
         nwise.Pipeline(*network(), compress=wrong)
+
+
+def test_feedback_is_refused() -> None:
+    rule: Any = Int8()
+    rule.feedback = True
+    with pytest.raises(ValueError, match="should keep nothing between messages. Found `feedback`; leave it out"):
+        nwise.Pipeline(*network(), compress=rule)
 
 
 def test_a_custom_compression_is_used() -> None:

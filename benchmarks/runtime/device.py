@@ -116,7 +116,7 @@ class VirtualModule(nn.Module):
 class SplitModule(VirtualModule):
     """A stage whose backward can be cut into I and W, as zero-bubble does; `asks` if its W may wait for a message."""
 
-    asks = False
+    asks: bool = False
 
     def __init__(self, device: Device, slots: tuple[float, float, float], first: bool, last: bool) -> None:
         super().__init__(device, slots[:2], first, last)

@@ -34,7 +34,7 @@ LINK = Link("5 ms, 200 Mbit/s", 0.005, 200e6)
 LIMIT = 4.0  # seconds of NWISE_TIMEOUT where the ranks should end
 PATIENCE = 120.0  # seconds after which a run hangs
 AFTER = 25  # steps after which it happens
-COMMAND = [sys.executable, "-W", "ignore", "-m", "benchmarks.wire.small_run"]
+COMMAND = [sys.executable, "-m", "benchmarks.wire.small_run"]
 
 
 @dataclass
@@ -54,6 +54,7 @@ class Ranks:
     weights: dict[int, str] = field(default_factory=dict)
     said: dict[int, list[str]] = field(default_factory=dict)
     ports: dict[int, list[str]] = field(default_factory=dict)
+    links: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     steps: queue.Queue[int] = field(default_factory=queue.Queue)
 
     def start(self) -> None:
@@ -71,6 +72,8 @@ class Ranks:
                 self.said[rank].append(line.rstrip())
             elif word == "weights":
                 self.weights[int(rest[0])] = rest[1]
+            elif word == "link":
+                self.links[rank, int(rest[0])] = float(rest[1]), float(line.split()[3])
             elif word == "port":
                 self.ports.setdefault(rank, []).append(rest[0])
             elif word == "step" and rank == STAGES - 1:
@@ -191,6 +194,7 @@ def run(fault: Fault, folder: Path, right: Mapping[int, str]) -> dict[str, Any]:
         "said": {k: lines[0] if lines else "" for k, lines in said.items()},
         "warned": sum("is dropped" in line for lines in ranks.said.values() for line in lines),
         "same_bits": ranks.weights == right,
+        "links": {f"{a} to {b}": link for (a, b), link in sorted(ranks.links.items())},
     }
     if fault.ends:
         with Wires(STAGES, LINK) as wires:

@@ -168,8 +168,9 @@ class Wires:
 
     def _tell(self, what: Mapping[str, object]) -> None:
         assert self._switch.stdin is not None
-        self._switch.stdin.write(json.dumps(what) + "\n")
-        self._switch.stdin.flush()
+        with suppress(ValueError, BrokenPipeError):  # the switch has ended
+            self._switch.stdin.write(json.dumps(what) + "\n")
+            self._switch.stdin.flush()
 
 
 def address(index: int) -> str:

@@ -50,20 +50,27 @@ def modules(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module | No
         stage = nn.Sequential(nn.Linear(width, width), nn.Tanh())
         head = nn.Linear(width, 10)
         return nn.Sequential(stage, head) if last else stage, None if last else head, nn.functional.cross_entropy
-    m, device = case["microbatches"], Device(case["slot"])
-    # A forward and each of the two gradients take a slot of the mini-batch.
-    slots = (1 / m, 1 / m, 1 / m) if case["method"] != "gpipe" else (1 / m, 2 / m)
-    stage = (SplitModule if len(slots) == 3 else VirtualModule)(device, slots, rank == 0, last)
-    stage.asks = True
+    slot = 1 / case["microbatches"]  # of a micro-batch: a forward and each of the two gradients take one
+    device = Device(case["slot"])
+    if case["method"] == "gpipe":
+        waiting = VirtualModule(device, (slot, 2 * slot), rank == 0, last)
+    else:
+        waiting = SplitModule(device, (slot, slot, slot), rank == 0, last)
+        waiting.asks = True
     loss: Any = Loss.apply
-    return stage, None if last else nn.Identity(), lambda output, target: loss(output)
+    return waiting, None if last else nn.Identity(), lambda output, target: loss(output)
 
 
 def nwise_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
     """Return what runs a mini-batch with nwise, what ends the training, and this rank's parameters."""
     made = [modules(case, k, size) for k in range(size)]
     stages, heads = [one[0] for one in made], [one[1] for one in made[:-1]]
-    options = {"schedule": order(case, size), "seed": 0, "checks": "never", "timeout": LIMIT}
+    options = {
+        "schedule": order(case, size),
+        "seed": 0,
+        "checks": os.environ.get("NWISE_CHECKS", "never"),
+        "timeout": LIMIT,
+    }
     pipe = nwise.Pipeline(
         stages,
         heads,

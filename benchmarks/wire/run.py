@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -62,9 +64,8 @@ def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) ->
         shape: rows and numbers in a row of a mini-batch.
         slot: seconds of a stage's forward; 0 for real computation.
     """
-    for library, method, m in METHODS:
-        if library == "torch" and method == "1f1b" and m < ranks:
-            continue  # torch's 1F1B wants a micro-batch for every stage
+    for library, method, least_m in METHODS:
+        m = max(least_m, ranks) if least_m > 1 else 1  # a micro-batch for every rank, as torch's 1F1B wants
         given = {"forward": slot, "head": 0.0, "input_grad": slot, "weight_grad": slot, "chain_share": 0.0}
         costs: dict[str, Any] = {**given, "message_bytes": 4 * shape[0] * shape[1]}
         if link is not None:
@@ -151,11 +152,8 @@ def main(
                 record = {"round": number, "ranks": count, "link": name, "size": size, **found, **about}
                 with records.open("a") as file:
                     file.write(json.dumps(record) + "\n")
-                progress.console.print(
-                    f"{count} {name} {size} {found['library']} {found['method']} M={found['microbatches']}: "
-                    f"{found['step_ms']:.1f} least {found['least_ms']:.1f} x{found['step_ms'] / found['least_ms']:.2f} "
-                    f"bound {found['bound_ms']:.1f} early {found['early_ms']:.1f}"
-                )
+                said = f"{count} ranks, {name}, {size}, {found['library']} {found['method']} M={found['microbatches']}"
+                progress.console.print(f"{said}: {_cell([found])}, the first {found['early_ms']:.1f}")
                 progress.advance(task)
     (HERE / "tables.md").write_text(tables([json.loads(line) for line in records.open()]))
 
@@ -177,10 +175,9 @@ def tables(records: Sequence[Record]) -> str:
         links = [name for name in LINKS if any(row["link"] == name for row in rows)]
         lines += [f"## {ranks} ranks, {size}, {stages}{where}", ""]
         lines += [f"| library | method | M | {' | '.join(map(_title, links))} |", "|---|---|---|" + "---|" * len(links)]
-        for library, method, m in METHODS:
+        for library, method, m in dict.fromkeys(_key(row)[:3] for row in rows):
             cells = [_cell([row for row in rows if _key(row) == (library, method, m, link)]) for link in links]
-            if any(cells):
-                lines.append(f"| {library} | {method} | {m} | {' | '.join(cells)} |")
+            lines.append(f"| {library} | {method} | {m} | {' | '.join(cells)} |")
         lines.append("")
         early = [row for row in rows if row["library"] == "nwise"]
         worst = max(early, key=lambda row: row["early_ms"] / row["step_ms"])

@@ -26,7 +26,8 @@ def main(folder: Path, steps: int = STEPS) -> None:
     """Train one rank, from the newest checkpoint of a folder if there is one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(STAGES)]
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(STAGES)]
+    stages = nwise.split(nn.Sequential(*layers), at=STAGES)
     heads = [nn.Linear(64, 64) for _ in range(STAGES - 1)]
     pipe = nwise.Pipeline(stages, heads, nn.functional.mse_loss, "2-wise-mean", 2, seed=0, checks="never")
     optimizer = torch.optim.Adam(pipe.parameters())
@@ -41,6 +42,8 @@ def main(folder: Path, steps: int = STEPS) -> None:
         if pipe.steps % EVERY == 0:
             checkpoints.save()
         if pipe.steps == 1:
+            for peer, link in pipe.processes.links.items():
+                print(f"link {peer} {link.latency} {link.bandwidth}", flush=True)
             for channel in chain(*(channels.values() for channels in pipe.processes.channels.values())):
                 print(f"port {channel.addresses[-1]}", flush=True)
         print(f"step {pipe.steps}", flush=True)

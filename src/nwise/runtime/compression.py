@@ -65,13 +65,15 @@ def parse_compression(given: str | Compression) -> Compression | None:
     """Return the compression that is given, None for ``"none"``, and that of ``"bf16"``.
 
     Raises:
-        ValueError: it is another name.
+        ValueError: it is another name, or asks for feedback.
         TypeError: it is neither a name nor a compression.
     """
     if not isinstance(given, str):
         wanted = ("specs", "compress", "restore")
         if isinstance(given, type) or not all(hasattr(given, attribute) for attribute in wanted):
             raise TypeError(f"`compress` should be a name, or an object with {', '.join(wanted)}. Found {given!r}.")
+        if getattr(given, "feedback", False):
+            raise ValueError("`compress` should keep nothing between messages. Found `feedback`; leave it out.")
         return given
     if given not in _NAMED:
         raise ValueError(

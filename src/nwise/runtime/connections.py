@@ -38,8 +38,9 @@ def _connect(processes: Processes, device: torch.device) -> Channels:
     carriers = _carriers(processes, device, pairs)
     token = processes.exchange("token", secrets.token_hex(8))[0].encode()
     host = host_of(default_store())
-    check = processes.watch.check
-    channels = {place: Channel(ranks[place], host, token, check, carriers.get(place)) for place in others}
+    channels = {
+        place: Channel(ranks[place], host, token, processes.watch.check, carriers.get(place)) for place in others
+    }
     addresses = processes.exchange("addresses", {str(one.peer): one.addresses for one in channels.values()})
     for channel in channels.values():
         channel.connect(addresses[channel.peer][str(processes.rank)])

@@ -88,10 +88,9 @@ def _ask(channel: Channel) -> Link:
 
 
 def _answer(channel: Channel) -> None:
-    label = ""
     for number in count():
-        if label == _LAST:
-            return
         name = Name(0, number, _TASK)
         label = channel.take(name).label
         channel.send(name, (), ())
+        if label == _LAST:
+            return

@@ -50,7 +50,12 @@ __all__ = ["Processes", "tell_all"]
 
 _SHUFFLE = "shuffle with one seed on all ranks. nwise shares each mini-batch out among replicas"
 _SEED = "call `torch.manual_seed` first, with one number on all ranks, or pass `seed=`"
-_REMEDIES = {"seed": _SEED, "inputs": _SHUFFLE, "target": _SHUFFLE}
+_REMEDIES = {
+    "NWISE_SECRET": "set one text on all machines (these are digests)",
+    "seed": _SEED,
+    "inputs": _SHUFFLE,
+    "target": _SHUFFLE,
+}
 
 _COPIED = (
     "A copy of a pipeline under several processes should only be read: its stages, parameters and state dict. Found a call that "

@@ -203,17 +203,18 @@ class Watchdog:
             return
         # A waiting rank is rarely the cause.
         if self._clock() - doing.since > self._limit + (_LATER if doing.waits else 0):
-            others = self._running_ranks() if doing.waits else ""
+            others = self._other_ranks() if doing.waits else ""
             self._tell(f"has been {doing} for more than {self._limit:g} seconds{others}", store=self._store)
 
-    def _running_ranks(self) -> str:
-        """Describe the other ranks that are not waiting; a stalled loader on one of them may be the cause."""
+    def _other_ranks(self) -> str:
+        """Describe the other ranks that do not wait, such as one whose loader has stalled; if all wait, all of them."""
         beats = {rank: _last_beat(self._store, rank) for rank in range(self._size) if rank != self._rank}
-        return "".join(
-            f"; rank {rank}, which is slow or has stalled, was last seen {beat['at']}"
-            for rank, beat in beats.items()
-            if beat and not beat["waits"]
-        )
+        if running := {rank: beat for rank, beat in beats.items() if beat and not beat["waits"]}:
+            return "".join(
+                f"; rank {r}, which is slow or has stalled, was last seen {b['at']}" for r, b in running.items()
+            )
+        waiting = ", ".join(f"rank {rank} {beat['at']}" for rank, beat in beats.items() if beat)
+        return f"; all ranks wait, perhaps for a link that is down: {waiting}"
 
     def _check_next(self) -> None:
         other = (self._rank + 1) % self._size
