@@ -112,6 +112,13 @@ def trial(method: str, rate: float) -> float:
     return round(statistics.mean(last), 5)
 
 
+def beyond(method: str, rows: Sequence[Record]) -> list[tuple[str, float]]:
+    """Return a rate beyond those that were tried, if the best one is the lowest or the highest."""
+    tried = {row["rate"]: row["loss"] for row in rows if row["method"] == method}
+    best = min(tried, key=tried.__getitem__)
+    return [(method, rate) for edge, rate in ((min(tried), best / 2), (max(tried), 2 * best)) if best == edge]
+
+
 def rates() -> dict[str, float]:
     """Return the best rate of each method by the trials."""
     rows = [json.loads(line) for line in RATES.open()]
@@ -230,12 +237,18 @@ def main(what: str, text: str = "") -> None:
     if what == "rank":
         train_rank(json.loads(text))
     elif what == "rates":
+        rows: list[Record] = []
         pairs = [(method, factor * MIDDLE[method]) for method in METHODS for factor in (0.5, 1.0, 2.0)]
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-            losses = list(
-                track(pool.map(trial, *zip(*pairs, strict=True)), total=len(pairs), console=Console(stderr=True))
-            )
-        rows = [{"method": m, "rate": rate, "loss": loss} for (m, rate), loss in zip(pairs, losses, strict=True)]
+            while pairs:
+                losses = track(
+                    pool.map(trial, *zip(*pairs, strict=True)), total=len(pairs), console=Console(stderr=True)
+                )
+                rows += [
+                    {"method": m, "rate": rate, "loss": loss} for (m, rate), loss in zip(pairs, losses, strict=True)
+                ]
+                pairs = [pair for method in METHODS for pair in beyond(method, rows)]
+        rows.sort(key=lambda row: (METHODS.index(row["method"]), row["rate"]))
         RATES.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif what in ("train", "smaller"):
         chosen, forward = rates(), forward_seconds()
@@ -247,7 +260,10 @@ def main(what: str, text: str = "") -> None:
                     "link": link, "method": method, "compress": form, "seed": seed, "rate": chosen[method],
                     "forward": round(forward, 5), "seconds": SECONDS,
                 }
-                for seed in range(SEEDS) for link in (LINKS if what == "train" else ("80ms",)) for method in methods for form in forms
+                for seed in range(SEEDS)
+                for link in (LINKS if what == "train" else ("80ms",))
+                for method in methods
+                for form in forms
             ],
             RECORDS,
         )  # fmt: skip
