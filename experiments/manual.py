@@ -82,15 +82,26 @@ def latency(path: Path) -> None:
         ("torch", "1f1b", ":", "1F1B of torch (exact)"),
         ("torch", "zero-bubble", "--", "zero-bubble of torch (exact)"),
         ("nwise", "zero-bubble", "-", "zero-bubble (exact)"),
-        ("nwise", "end-to-end-delay-1", "-", "end-to-end, one update late"),
+        ("nwise", "end-to-end-delay-1", "--", "end-to-end, one update late"),
         ("nwise", "2-wise", "-", "2-wise"),
         ("nwise", "local", "-", "local"),
     ]
     with make_panels(1, path, width=6.4, height=3.9) as (_, [axes]):
         for library, method, look, text in shown:
-            found = {row["link"]: row["step_ms"] for row in rows if (row["library"], row["method"]) == (library, method)}
+            found = {
+                row["link"]: row["step_ms"] for row in rows if (row["library"], row["method"]) == (library, method)
+            }
             colour = method_colour(method) if library == "nwise" else "#777777"
-            axes.plot(range(len(links)), [found[one] for one in links], look, color=colour, label=text, lw=2, marker="o", ms=3.5)
+            axes.plot(
+                range(len(links)),
+                [found[one] for one in links],
+                look,
+                color=colour,
+                label=text,
+                lw=2,
+                marker="o",
+                ms=3.5,
+            )
         axes.set_xticks(range(len(links)), links.values())
         axes.set_yscale("log")
         ticks = [50, 100, 200, 500, 1000, 2000]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.wire.faults import FAULTS, LIMIT, STAGES, expected, run
+from benchmarks.wire.faults import FAULTS, LIMIT, expected, run
 from benchmarks.wire.net import missing
+from benchmarks.wire.small_run import STAGES
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "")
 

@@ -51,6 +51,7 @@ class Ranks:
     folder: Path
     environment: Callable[[int], Mapping[str, str]]
     running: list[subprocess.Popen[str]] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
     weights: dict[int, str] = field(default_factory=dict)
     said: dict[int, list[str]] = field(default_factory=dict)
     ports: dict[int, list[str]] = field(default_factory=dict)
@@ -63,21 +64,26 @@ class Ranks:
             self.running.append(self.wires.start(k, [*COMMAND, str(self.folder)], self.environment(k)))
             self.said[k] = []
             for name in ("stdout", "stderr"):
-                threading.Thread(target=self._read, args=(k, name), daemon=True).start()
+                self.readers.append(threading.Thread(target=self._read, args=(k, name), daemon=True))
+                self.readers[-1].start()
 
     def _read(self, rank: int, name: str) -> None:
-        for line in getattr(self.running[rank], name):
-            word, *rest = line.split()[:3] or [""]
-            if name == "stderr":
-                self.said[rank].append(line.rstrip())
-            elif word == "weights":
-                self.weights[int(rest[0])] = rest[1]
-            elif word == "link":
-                self.links[rank, int(rest[0])] = float(rest[1]), float(line.split()[3])
-            elif word == "port":
-                self.ports.setdefault(rank, []).append(rest[0])
-            elif word == "step" and rank == STAGES - 1:
-                self.steps.put(int(rest[0]))
+        with getattr(self.running[rank], name) as stream:
+            for line in stream:
+                self._note(rank, name, line)
+
+    def _note(self, rank: int, name: str, line: str) -> None:
+        word, *rest = line.split()[:3] or [""]
+        if name == "stderr":
+            self.said[rank].append(line.rstrip())
+        elif word == "weights":
+            self.weights[int(rest[0])] = rest[1]
+        elif word == "link":
+            self.links[rank, int(rest[0])] = float(rest[1]), float(line.split()[3])
+        elif word == "port":
+            self.ports.setdefault(rank, []).append(rest[0])
+        elif word == "step" and rank == STAGES - 1:
+            self.steps.put(int(rest[0]))
 
     def reach(self, step: int) -> None:
         """Wait until the last rank has done some steps."""
@@ -94,7 +100,10 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 codes.append(None)
                 one.kill()
-        time.sleep(0.2)  # for what the readers still have
+        for one in self.running:
+            one.wait()
+        for reader in self.readers:
+            reader.join()
         return codes
 
 

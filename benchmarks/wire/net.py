@@ -114,9 +114,7 @@ class Wires:
     ) -> None:
         if self._link is None:
             return
-        assert self._switch.stdin is not None
-        self._switch.stdin.close()  # which ends the switch, also if this process is killed
-        self._switch.wait()
+        self._switch.communicate()  # closes its input, which ends it, also if this process is killed
 
     def start(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a command in a namespace as the rank of its index, as torchrun would.

@@ -166,7 +166,7 @@ def tables(records: Sequence[Record]) -> str:
     lines = [
         "# Tables, written by run.py",
         "",
-        "Milliseconds of a step, and in brackets its ratio to the least that link allows.",
+        "Milliseconds of a step, and its ratio to the least that the link allows.",
         "",
     ]
     for (source, slot, size, ranks), rows in groups.items():

@@ -246,8 +246,9 @@ class Channel:
 
     def _read(self) -> None:
         """Wait for a message, and put it where `take` finds it."""
-        frames = self._next()
-        if not frames:
+        try:
+            frames = self._inbox.recv_multipart(copy=False)
+        except zmq.Again:
             self._look()
             return
         head = frames[0].buffer
@@ -273,13 +274,6 @@ class Channel:
             self._count(size)
         else:
             self._arrived[Name(*name)] = Content(specs, tensors, label), works, size
-
-    def _next(self) -> list[zmq.Frame]:
-        """Wait for a message for a while; return its frames, none if it does not come."""
-        try:
-            return self._inbox.recv_multipart(copy=False)
-        except zmq.Again:
-            return []
 
     def _form(self, text: bytes) -> tuple[Sequence[Spec | None], Specs, str]:
         """Return what a header says of the tensors that a message is about, of those that travel, and its label."""

@@ -133,8 +133,7 @@ def exchange(
         pause = min(2 * pause, 0.05)
     # All at once: each request of the store takes a round trip.
     several = store.has_extended_api()  # type: ignore[attr-defined]  # it is there
-    values = store.multi_get(keys) if several else map(store.get, keys)
-    return list(map(json.loads, values))
+    return list(map(json.loads, store.multi_get(keys) if several else map(store.get, keys)))
 
 
 def check_same(everywhere: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None) -> None:

@@ -58,12 +58,11 @@ def measured(channels: Mapping[int, Channel], here: int) -> dict[int, Link]:
 
 def _measured(channel: Channel, *, leads: bool) -> Link:
     """Measure one link, before or after the other end does: an answer would wait behind this end's messages."""
+    if not leads:
+        _answer(channel)
+    found = _ask(channel)
     if leads:
-        found = _ask(channel)
         _answer(channel)
-    else:
-        _answer(channel)
-        found = _ask(channel)
     return found
 
 

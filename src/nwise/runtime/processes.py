@@ -239,12 +239,8 @@ class Processes:
         """
         parts = self.gather("table", [[k, rows[k].tolist()] for k in self.here])
         dtype = rows[self.here[0]].dtype  # a number of Python's has every bit of a float
-        return torch.stack(
-            [
-                torch.tensor([values for part in parts for j, values in part if j == k], dtype=dtype).mean(0)
-                for k in range(len(self.placement))
-            ]
-        )
+        by_stage = [[values for part in parts for j, values in part if j == k] for k in range(len(self.placement))]
+        return torch.tensor(by_stage, dtype=dtype).mean(1)
 
     # Tensors ----------------------------------------------------------------------------------------
 
