@@ -1,7 +1,7 @@
 """Loss against seconds of the clock, over real links: exact, late and short credit.
 
     python -m benchmarks.wire.losses rates          # short trials, without links; five minutes
-    python -m benchmarks.wire.losses train          # 35 minutes on a quiet machine, as root
+    python -m benchmarks.wire.losses train          # half an hour on a quiet machine, as root
     python -m benchmarks.wire.losses show
 
 Four ranks train a small GPT, two blocks each, with real computation, for a fixed time of the clock. The clock pauses while a test
@@ -173,6 +173,7 @@ def train_rank(told: Mapping[str, Any]) -> None:
             run.step(number)
         seconds += max(processes.gather("seconds", time.perf_counter() - begin))
         curve.append({"step": number + 1, "seconds": round(seconds, 3), "loss": run.test()})
+        processes.gather("tested", True)  # the links are idle again before the clock goes on
     run.pipe.forget_pending()
     run.pipe.close()
     if processes.rank == STAGES - 1:
