@@ -1,6 +1,7 @@
-"""Nine rules of local learning on one small network: a rule is a strategy, heads, a loss, and sometimes work after the update.
+"""Ten rules of local learning on one small network: a rule is a strategy, heads, a loss, and sometimes work after the update.
 
-    pip install '.[app]'; python examples/rules.py [dgl predsim infopro auglocal man mono-forward lopt backlink forward-forward]
+    pip install '.[app]'; python examples/rules.py                          # all of them
+    pip install '.[app]'; python examples/rules.py contrastive man
 
 docs/rules.md explains each. All run on one process or several: torchrun --nproc-per-node 4 examples/rules.py
 """
@@ -35,15 +36,13 @@ class Rule:
 
     Args:
         pipe: the pipeline.
-        target: function from images and labels to the target of every loss; default: the labels.
-        inputs: function from images and labels to the inputs of a step; default: the images.
+        step: function of the pipeline, images and labels that runs a step; default: the labels are the target of every loss.
         after_update: called after every update; default: nothing.
         predict: function from the pipeline and images to the classes, None where another process knows; default: the likeliest.
     """
 
     pipe: nwise.Pipeline
-    target: Callable[[Tensor, Tensor], tuple[Tensor, ...] | Tensor] = lambda x, y: y
-    inputs: Callable[[Tensor, Tensor], Tensor] = lambda x, y: x
+    step: Callable[[nwise.Pipeline, Tensor, Tensor], Tensor] = lambda pipe, x, y: pipe.step(x, target=y)
     after_update: Callable[[], object] = lambda: None
     predict: Callable[[nwise.Pipeline, Tensor], Tensor | None] = likeliest
 
@@ -119,7 +118,7 @@ def infopro() -> Rule:
 
     losses: list[Callable[..., Tensor]] = [*(infopro_loss for _ in range(A - 1)), last]
     pipe = nwise.Pipeline(network(classifier()), [InfoPro() for _ in range(A - 1)], losses, "local")
-    return Rule(pipe, target=lambda x, y: (y, x))
+    return Rule(pipe, lambda pipe, x, y: pipe.step(x, target=(y, x)))
 
 
 def auglocal(depth: int = 2) -> Rule:
@@ -265,17 +264,63 @@ def forward_forward() -> Rule:
     stages = [Normalized(64 + CLASSES), *(Normalized(128) for _ in range(1, A))]
     pipe = nwise.Pipeline(stages, [nn.Identity() for _ in range(A - 1)], goodness_loss, "local")
 
-    def both(x: Tensor, y: Tensor) -> Tensor:
+    def step(pipe: nwise.Pipeline, x: Tensor, y: Tensor) -> Tensor:
         wrong = (y + 1 + torch.arange(len(y)) % (CLASSES - 1)) % CLASSES
-        return torch.cat([marked(x, y), marked(x, wrong)])
+        signs = torch.tensor([1.0, -1.0]).repeat_interleave(len(y)).to(x)
+        return pipe.step(torch.cat([marked(x, y), marked(x, wrong)]), target=signs)
 
     def best(pipe: nwise.Pipeline, x: Tensor) -> Tensor | None:
         found = [pipe.head_outputs(marked(x, torch.full((len(x),), label))) for label in range(CLASSES)]
         here = {k: torch.stack([goodness(outputs[k]) for outputs in found]) for k in pipe.here}  # type: ignore[arg-type]
         return pipe.processes.table(here).sum(0).argmax(0)  # of all stages, on every process
 
-    signs = lambda x, y: torch.cat([torch.ones(len(y)), -torch.ones(len(y))]).to(x)  # noqa: E731
-    return Rule(pipe, target=signs, inputs=both, predict=best)
+    return Rule(pipe, step, predict=best)
+
+
+class Probed(nn.Module):
+    """A projection of the features, and logits that teach the features nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * 64, 32))
+        self.predict = classifier()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predict(x.detach()), self.project(x)
+
+
+def views(x: Tensor) -> Tensor:
+    """Return two views of every image, moved by a pixel and in noise: first all first ones, then all second ones."""
+    # The noise is that of the images' values, so that all processes draw the same.
+    drawn = torch.Generator().manual_seed(int(x.double().sum().item() * 1000))
+    moves = torch.randint(-1, 2, (2, 2), generator=drawn).tolist()
+    moved = torch.cat([x.roll(move, (2, 3)) for move in moves])
+    return moved + 0.3 * torch.randn(moved.shape, generator=drawn).to(x)
+
+
+def contrast(outputs: tuple[Tensor, Tensor], y: Tensor, temperature: float = 0.2) -> Tensor:
+    """Return how badly the two views of an image find each other among all others, and the loss of the probe."""
+    logits, features = outputs
+    codes = functional.normalize(features)
+    alike = codes @ codes.T / temperature - torch.eye(len(codes)).to(codes) * 1e9
+    other = torch.arange(len(codes)).roll(len(codes) // 2)
+    return functional.cross_entropy(alike, other) + functional.cross_entropy(logits, y)
+
+
+def contrastive(microbatches: int = 2) -> Rule:
+    """Return a contrastive loss for every block (as Xiong et al. 2020 and Siddiqui et al. 2023), without labels.
+
+    A pair must stay in one micro-batch, so the step is given whole micro-batches.
+    """
+    heads = [Probed() for _ in range(A - 1)]
+    pipe = nwise.Pipeline(network(Probed()), heads, contrast, "local", microbatches)
+
+    def step(pipe: nwise.Pipeline, x: Tensor, y: Tensor) -> Tensor:
+        parts = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
+        pairs = [(views(images), labels.repeat(2)) for images, labels in parts]
+        return pipe.step(microbatches=[pair[0] for pair in pairs], targets=[pair[1] for pair in pairs])
+
+    return Rule(pipe, step)
 
 
 RULES: dict[str, Callable[[], Rule]] = {
@@ -288,19 +333,20 @@ RULES: dict[str, Callable[[], Rule]] = {
     "lopt": lopt,
     "backlink": backlink,
     "forward-forward": forward_forward,
+    "contrastive": contrastive,
 }
 
 
-def train(name: str, steps: int = 150) -> float:
+def train(name: str, steps: int = 150, seed: int = 0) -> float:
     """Train the digits by a rule, and return the test accuracy; nan in processes without the last stage."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     rule = RULES[name]()
     pipe = rule.pipe
     train, test = digits()
     optimizer = torch.optim.Adam((p for p in pipe.parameters() if p.requires_grad), lr=3e-3)
     for step in range(steps):
-        x, y = train.batch(batch_indices(len(train), 64, seed=0, step=step))
-        pipe.step(rule.inputs(x, y), target=rule.target(x, y))
+        x, y = train.batch(batch_indices(len(train), 64, seed=seed, step=step))
+        rule.step(pipe, x, y)
         optimizer.step()
         optimizer.zero_grad()
         rule.after_update()

@@ -95,6 +95,24 @@ def forward_forward(rule: rules.Rule) -> None:
         loss.backward()
 
 
+def contrastive(rule: rules.Rule) -> None:
+    """Pair by pair: the two views of an image, and all other views of its half of the mini-batch."""
+    for images, labels in ((X[:3], Y[:3]), (X[3:], Y[3:])):
+        x = rules.views(images)
+        for k, stage in enumerate(rule.pipe.stages):
+            x = stage(x.detach())
+            outputs = x
+            if k < rules.A - 1:
+                outputs = rule.pipe.heads[k](x)
+            logits, features = outputs
+            codes = [code / code.norm() for code in features]
+            for i in range(6):
+                alike = torch.stack([(codes[i] @ codes[j] / 0.2).exp() for j in range(6) if j != i])
+                pair = (codes[i] @ codes[(i + 3) % 6] / 0.2).exp()
+                (-(pair / alike.sum()).log() / 12).backward(retain_graph=True)
+            (functional.cross_entropy(logits, labels.repeat(2)) / 2).backward()
+
+
 SLOW: dict[str, Callable[[rules.Rule], None]] = {
     "dgl": lambda rule: greedy(rule, cross_entropy),
     "predsim": lambda rule: greedy(rule, predsim),
@@ -105,6 +123,7 @@ SLOW: dict[str, Callable[[rules.Rule], None]] = {
     "lopt": lopt,
     "backlink": backlink,
     "forward-forward": forward_forward,
+    "contrastive": contrastive,
 }
 
 
@@ -112,7 +131,7 @@ SLOW: dict[str, Callable[[rules.Rule], None]] = {
 def test_gradients_are_those_of_the_papers_loop(name: str) -> None:
     torch.manual_seed(0)
     rule = rules.RULES[name]()
-    rule.pipe.step(rule.inputs(X, Y), target=rule.target(X, Y))
+    rule.step(rule.pipe, X, Y)
     fast = {key: None if p.grad is None else p.grad.clone() for key, p in rule.pipe.named_parameters()}
     rule.pipe.zero_grad()
     SLOW[name](rule)
@@ -158,10 +177,10 @@ def test_momentum_heads_follow_the_next_block() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_ranks", [2, pytest.param(4, marks=pytest.mark.slow("nine rules on four processes, minutes"))]
+    "num_ranks", [2, pytest.param(4, marks=pytest.mark.slow("ten rules on four processes, minutes"))]
 )
 def test_rules_on_processes_match_one_bitwise(num_ranks: int, tmp_path: Path) -> None:
-    """Two processes in every gate: nine pipelines, each of which connects all ranks."""
+    """Two processes in every gate: ten pipelines, each of which connects all ranks."""
     torch.set_default_dtype(torch.float32)
     found = results(num_ranks, "rules.py", tmp_path)
     for name in rules.RULES:

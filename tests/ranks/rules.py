@@ -20,7 +20,7 @@ def case(name: str) -> dict[str, str]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
         x, y = torch.randn(8, 1, 8, 8, generator=generator), torch.randint(0, 10, (8,), generator=generator)
-        rule.pipe.step(rule.inputs(x, y), target=rule.target(x, y))
+        rule.step(rule.pipe, x, y)
         optimizer.step()
         optimizer.zero_grad()
         rule.after_update()

@@ -206,6 +206,8 @@ class Recipe:
     """Training and test data."""
     model: Annotated[Model, FLAT] = field(default_factory=ConvNet)
     """The network."""
+    network: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:FUNCTION")] = ""
+    """Your own network instead: a function of the training data that returns stages, and heads of all but the last."""
     cut: tuple[int, ...] = ()
     """Numbers of the network's own stages to merge into each stage, separated by spaces, e.g. 2 2; empty: no merging."""
     optimizer: Annotated[Optimizer, FLAT] = field(default_factory=Adam)
@@ -280,6 +282,8 @@ class Recipe:
             model = type(self.model).__name__
             data = type(self.data).__name__
             raise ValueError(f"`model` and `data` should both be of text or both of images. Found {model} and {data}.")
+        if self.network and self.cut:
+            raise ValueError(f"`cut` should be empty with `model`, whose network is cut. Found {self.cut}; leave it out.")
         if self.channels_last and is_text:
             raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")
         check_order(self.schedule)
@@ -315,6 +319,8 @@ class Recipe:
 
     def build(self, data: Images | Tokens) -> StagedModel:
         """Build the network for the data."""
+        if self.network:
+            return models.own(self.network, data, self.seed)
         model = self.model.build(data, self.seed)  # type: ignore[arg-type] # __post_init__ checks that they match
         return models.merged(model, self.cut, self.seed) if self.cut else model
 

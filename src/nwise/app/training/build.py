@@ -64,7 +64,8 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
     Raises:
         ValueError: `stage_lr` does not have one factor per stage.
     """
-    with torch.device("meta") if launched() else nullcontext():
+    without_memory = launched() and not recipe.network  # values of the networks here depend on names, those of a user's on the order
+    with torch.device("meta") if without_memory else nullcontext():
         model = recipe.build(data)
     if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
         raise ValueError(
@@ -72,7 +73,7 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
         )
 
     def build(module: nn.Module, name: str = "") -> nn.Module:
-        if launched():  # the network was made on the device "meta", without memory
+        if without_memory:
             initialize(module.to_empty(device="cpu"), recipe.seed, name)
         return defer_batchnorm(module) if recipe.defer_batchnorm else module
 
