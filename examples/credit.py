@@ -40,7 +40,7 @@ class Scale(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.factor * grad, None
 
 
@@ -52,6 +52,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 # 1. Deep supervision (Lee et al. 2015): the sum of the losses of all exits.
 def deep_supervision(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Add the losses of all exits."""
     losses = []
     for stage, head in zip(stages, [*heads, nn.Identity()], strict=True):
         x = stage(x)
@@ -64,6 +65,7 @@ DEEP_SUPERVISION = nwise.Credit([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1
 
 # 2. Gradient equilibrium (Li et al. 2019): each stage takes the mean over the exits above it, not their sum.
 def equilibrium(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Scale the gradient before and after each head."""
     losses = []
     for k, (stage, head) in enumerate(zip(stages, [*heads, nn.Identity()], strict=True)):
         x = scaled(stage(x), 1 / (A - k))
@@ -78,6 +80,7 @@ EQUILIBRIUM = nwise.Credit([[float(k <= j) / (A - k) for k in range(A)] for j in
 # 3. A reach for each loss: the loss of stage 2 goes back to stage 1, the last one to the input. One forward is enough for nwise;
 # plain autograd runs two stages twice, or keeps the graph for a second walk.
 def reach(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Run two stages twice."""
     first = stages[0](x)
     auxiliary = heads[2](stages[2](stages[1](first.detach())))
     output = stages[3](stages[2](stages[1](first)))
@@ -89,6 +92,7 @@ REACH = nwise.Credit([[0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]])
 
 # 4. An adversary (Ganin et al. 2016): head 1 learns to tell two domains apart, and the stages below it learn to hide them.
 def adversary(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Reverse the gradient of a head."""
     features = stages[1](stages[0](x))
     domain = heads[1](scaled(features, -0.5))
     output = stages[3](stages[2](features))
@@ -113,6 +117,7 @@ def chosen(step: int) -> int:
 
 
 def sampled_layers(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Freeze the other stages."""
     for k, stage in enumerate(stages):
         stage.requires_grad_(k in PAIRS[chosen(step)])
     cross_entropy(nn.Sequential(*stages)(x), y).backward()
@@ -140,6 +145,7 @@ SHARES = 3  # updates until the last loss has all weight
 
 
 def growing(stages: Modules, heads: Modules, x: Tensor, y: Tensor, step: int) -> None:
+    """Walk through the whole network, then through each stage alone."""
     share = min(step, SHARES) / SHARES
     (share * cross_entropy(nn.Sequential(*stages)(x), y)).backward()
     for stage, head in zip(stages[:-1], heads, strict=True):

@@ -1,4 +1,4 @@
-"""A network of two scales with an exit after every block (MSDNet, Huang et al. 2018), trained with gradient equilibrium (Li et al. 2019).
+"""Two scales, an exit after every block (MSDNet, Huang et al. 2018), gradient equilibrium (Li et al. 2019).
 
     python examples/equilibrium.py        # the difference of both loops after three updates, then the accuracy of every exit
 
@@ -29,7 +29,7 @@ class Scale(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.factor * grad, None
 
 

@@ -1,6 +1,6 @@
 """Greedy InfoMax (Löwe et al. 2019) on patches of digits: a loop of three optimizers and three walks, and the same in one step.
 
-    python examples/infomax.py        # the difference of the two after three updates, then 300 updates without labels
+python examples/infomax.py        # the difference of the two after three updates, then 300 updates without labels
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def plain(encoders: list[nn.Module], predictors: list[nn.Module], steps: int) -> None:
     """Train as the paper's code does: detach, then a walk and an optimizer for every module."""
     optimizers = [
-        torch.optim.Adam([*e.parameters(), *p.parameters()], lr=1e-3)
-        for e, p in zip(encoders, predictors, strict=True)
+        torch.optim.Adam([*e.parameters(), *p.parameters()], lr=1e-3) for e, p in zip(encoders, predictors, strict=True)
     ]
     for step in range(steps):
         x, negatives = batch(step)

@@ -2,8 +2,8 @@
 
     python examples/speech.py        # the difference of both loops after three updates, then 300 updates on drawn words
 
-The published loop adds the losses of all exits. In stages it is ``"deep-supervision"``: micro-batches replace batches that are cut
-by hand, and other strategies are a word. Lengths travel with the features.
+The published loop adds the losses of all exits. In stages it is ``"deep-supervision"``: micro-batches replace batches cut by
+hand, and other strategies are a word. Lengths travel with the features.
 """
 
 from __future__ import annotations

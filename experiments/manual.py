@@ -18,11 +18,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import nwise
+from benchmarks.wire import losses
 from experiments.frontier import clock
 from experiments.frontier import experiment as frontier
 from experiments.harness.claims import Claim, holm, interval
@@ -111,6 +113,30 @@ def latency(path: Path) -> None:
         axes.set_xlabel("latency of the link")
         axes.legend(frameon=False, fontsize=9, handlelength=3.2)
         axes.set_title("A step of four stages of 20 ms, over real links")
+
+
+def seconds(path: Path) -> None:
+    """Draw the test loss against seconds of training over two real links: mean and range of three seeds."""
+    rows = [row for row in _records("wire/records/losses.jsonl") if row["compress"] == "none"]
+    names = {
+        "end-to-end": "exact",
+        "end-to-end-delay-1": "end-to-end, one update late",
+        "2-wise-mean": "2-wise-mean",
+        "local": "local",
+    }
+    with make_panels(len(losses.LINKS), path, height=3.1, share=True) as (_, panels):
+        for axes, (link, known) in zip(panels, losses.LINKS.items(), strict=True):
+            for method, text in names.items():
+                runs = [row for row in rows if (row["link"], row["method"]) == (link, method)]
+                times = np.linspace(max(run["tests"][0]["seconds"] for run in runs), losses.SECONDS, 50)
+                values = np.array([[losses.loss_at(run, time) for time in times] for run in runs])
+                colour = method_colour(method)
+                look = "--" if "delay" in method else "-"
+                axes.plot(times, values.mean(0), look, color=colour, label=text, lw=2)
+                axes.fill_between(times, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+            axes.set(title=known.name, xlabel="seconds of training", xlim=(0, losses.SECONDS))
+        panels[0].set_ylabel("test loss, nats per byte")
+        panels[1].legend(frameon=False, fontsize=9, handlelength=3.2)
 
 
 def stages(path: Path) -> None:
@@ -264,12 +290,14 @@ def explorer(path: Path) -> None:
 _TRAINED = ("experiments/frontier/medium.jsonl", "experiments/width/medium.jsonl")
 SOURCES: dict[str, tuple[str, ...]] = {
     "latency": ("benchmarks/wire/records/steps.jsonl",),
+    "seconds": ("benchmarks/wire/records/losses.jsonl",),
     "stages": ("benchmarks/planning/records/methods.jsonl",),
     "equal-time": _TRAINED,
     "claims": ("experiments/e1/medium.jsonl", "experiments/e2/medium.jsonl"),
 }
 FIGURES: dict[str, Callable[[Path], None]] = {
     "latency": latency,
+    "seconds": seconds,
     "stages": stages,
     "equal-time": equal_time,
     "claims": convolutional,

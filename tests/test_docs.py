@@ -130,7 +130,7 @@ def test_documented_commands_parse(words: tuple[str, ...], monkeypatch: pytest.M
 
 
 def test_documented_commands_are_collected() -> None:
-    assert len(list(commands())) > 40
+    assert len(list(commands())) > 30
 
 
 def test_documented_benchmarks_start_from_the_root() -> None:
@@ -215,7 +215,7 @@ def _lost(parser: Any, text: str) -> list[str]:
 
 def test_manual_is_short() -> None:
     """What a stranger reads first fits on two screens; the pages that report results have one question and few sentences each."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 85
     words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
     assert max(words["findings.md"], words["frontier.md"]) <= 1200
     assert sum(count for page, count in words.items() if page not in ("choices.md", "cut.md")) <= _WORDS
@@ -238,8 +238,8 @@ def test_pictures_of_the_manual_are_up_to_date() -> None:
 
 
 def test_manual_lists_every_order() -> None:
-    text = (ROOT / "docs" / "processes.md").read_text()
-    assert [name for name in ORDERS if f"`{name}`" not in text] == []
+    text = (ROOT / "docs" / "schedules.md").read_text()
+    assert [name for name in ORDERS if not re.search(rf"\b{name}\b", text)] == []
     text = (ROOT / "docs" / "api" / "schedule.md").read_text()
     assert f"knows: {', '.join(BASELINES)}." in text
 

@@ -10,13 +10,18 @@ import pytest
 import torch
 
 import nwise
+from benchmarks.house.__main__ import lines_of_code
 from launch import forked, results
 from test_contract import assert_same, gradients
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import by_hand
+import credit
+import equilibrium
 import exits
+import infomax
 import quickstart
+import speech
 import tiny
 import unet
 import unsupervised
@@ -49,6 +54,25 @@ def test_page_by_hand_has_the_lines_of_the_example() -> None:
     lines = (ROOT / "examples" / "by_hand.py").read_text().split(marks[0])[1].split(marks[1])[0].strip()
     assert lines.replace("  # noqa: D103", "") in (ROOT / "docs" / "by_hand.md").read_text()
     assert len([line for line in lines.splitlines() if line.strip()]) == 14
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", credit.WAYS)
+def test_ways_to_train_are_their_matrices(name: str) -> None:
+    assert credit.difference(name) < 1e-14
+
+
+def test_published_loops_are_those_in_stages() -> None:
+    """Three updates of a loop of researchers and of the pipeline; float32, in which cut mini-batches add up in another order."""
+    assert infomax.difference() == 0
+    assert equilibrium.difference() < 1e-6
+    assert speech.difference(1) < 1e-6
+    assert speech.difference(3) < 1e-4
+
+
+def test_examples_of_published_loops_are_short() -> None:
+    for name in ("infomax", "equilibrium", "speech"):
+        assert lines_of_code([ROOT / "examples" / f"{name}.py"]) <= 120
 
 
 def test_tiny_pipeline_is_that_of_the_library(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -563,6 +565,65 @@ def test_switches_within_an_epoch() -> None:
     assert [first for first, _ in mixed.phases(22)] == [0, 4, 9]
     with pytest.raises(ValueError, match="`strategy` should change at steps that rise, from at least 1"):
         Recipe(strategy="local@0.4epochs,2-wise@0.2epochs,end-to-end")
+
+
+_OWN = """
+from torch import nn
+
+def network(data):
+    end = nn.Linear(12, len(data.classes))
+    nn.init.normal_(end.weight)  # not what `reset_parameters` draws
+    return [nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU()), end], [nn.Linear(12, len(data.classes))]
+
+def wrong(data):
+    return []
+"""
+
+
+def test_network_of_ones_own_is_compared_trained_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_network.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = ["digits", "--model", "my_own_network:network", "--max-steps", "6", "--strategy", "local"]
+    assert run(["compare", *options, "--strategies", "local", "end-to-end", "--seeds", "2", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(one["strategy"], one["seed"]) for one in results] == [
+        ("local", 0), ("local", 1), ("end-to-end", 0), ("end-to-end", 1)
+    ]  # fmt: skip
+    assert len({str(one["curve"]["values"]) for one in results}) > 1
+    assert run(["train", *options, "--runs", "one"]) == 0
+    done = forked(2, ["-m", "nwise", "train", *options, "--runs", "many"], tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (many,), (one,) = (list((tmp_path / name).iterdir()) for name in ("many", "one"))
+    assert (many / "weights.safetensors").read_bytes() == (one / "weights.safetensors").read_bytes()
+    assert run(["train", "--resume", str(one), "--max-steps", "8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my own", "`model` should be a module and its function, like mine:network. Found 'my own': invalid format"),
+        (
+            "my_own_network:nothing",
+            "Found 'my_own_network:nothing': module 'my_own_network' has no attribute 'nothing'",
+        ),
+        ("my_own_network:wrong", r"should return two lists: stages, and heads of all but the last. Found \[\]"),
+        ("no_such_module:network", "No module named 'no_such_module'"),
+    ],
+)
+def test_bad_networks_of_ones_own_are_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_network.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run(["train", "digits", "--model", name]) == 2
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ValueError, match="`cut` should be empty with `model`.* Found"):
+        Recipe(network=name, cut=(2, 2))
 
 
 def test_command_line_training_matches_single_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Loss against seconds of the clock, over real links: exact, late and short credit.
 
     python -m benchmarks.wire.losses rates          # short trials, without links; five minutes
-    python -m benchmarks.wire.losses train          # half an hour on a quiet machine, as root
+    python -m benchmarks.wire.losses train          # 40 minutes on a quiet machine, as root
+    python -m benchmarks.wire.losses smaller local  # 12 minutes: bf16 and int8 messages of a method, over the slower link
     python -m benchmarks.wire.losses show
 
 Four ranks train a small GPT, two blocks each, with real computation, for a fixed time of the clock. The clock pauses while a test

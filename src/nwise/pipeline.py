@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -136,14 +135,7 @@ class Pipeline(Program):
         self._measure()
         self._check_heads()
         warn_of_microbatches(self, num_microbatches)
-        # Two bytes tell two secrets apart, and too little of one to those who read the store.
-        secret = derive(os.environ.get("NWISE_SECRET", "")) % 2**16
-        facts = {
-            "num_microbatches": num_microbatches,
-            "seed": self.seed,
-            "compress": self.compress,
-            "NWISE_SECRET": secret,
-        }
+        facts = {"num_microbatches": num_microbatches, "seed": self.seed, "compress": self.compress}
         self.processes.agree(strategy=self.strategy.name, placement=list(self.processes.placement), **facts)
 
     def main_parameters(self) -> Iterator[nn.Parameter]:

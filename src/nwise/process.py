@@ -15,6 +15,7 @@ A library should leave its process alone; these are the exceptions, and no other
     os._exit(1) from a thread           another rank failed                  the main thread waits in a collective
     a GPU becomes the current one       ranks join or pick their devices     torch takes the local rank, if it exists or not
     SIGKILL to a rank of this machine   that rank stalled and cannot end     the launcher would wait for it
+    the current folder on sys.path      a recipe has a network of the user   `python -m` looks there, a command does not
     no donated buffers in torch         a module is compiled                 a graph has several backward passes
     more variants of compiled code      `compile_module`                     a ninth block would run uncompiled
     KINETO_LOG_LEVEL=6, if not set,     memory is measured on a CPU          torch announces its profiler
@@ -43,7 +44,7 @@ import torch
 from nwise._torch import compiler_settings, tracer_settings
 from nwise.machine import num_cores
 
-__all__ = ["choose_gpu", "use_one_thread"]
+__all__ = ["choose_gpu", "find_modules_here", "use_one_thread"]
 
 
 def prepare_rank(local_ranks: int, *, one_machine: bool) -> None:
@@ -146,3 +147,8 @@ def allow_variants(most: int) -> dict[str, int]:
     settings = tracer_settings()
     settings.recompile_limit = max(settings.recompile_limit, most)
     return {}
+
+
+def find_modules_here() -> None:
+    """Let modules of the current folder be imported."""
+    sys.path.insert(0, os.getcwd())

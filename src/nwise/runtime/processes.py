@@ -218,6 +218,8 @@ class Processes:
 
     def agree(self, **values: Any) -> None:
         """Raise ValueError unless all ranks have the same values, serialisable as JSON; None does not count."""
+        # Two bytes of it: those who read the store learn too little.
+        values["NWISE_SECRET"] = derive(os.environ.get("NWISE_SECRET", "")) % 2**16
         check_same(self.gather(" and ".join(values), values), _REMEDIES)
 
     def by_place(self, name: str, value: Any) -> list[Any]:
@@ -227,8 +229,7 @@ class Processes:
 
     def by_stage(self, values: Mapping[int, Any]) -> list[Any]:
         """Exchange a value of every stage; return them in order of the stages."""
-        parts = self.gather("stages", sorted(values.items()))
-        all_values = {k: value for part in parts for k, value in part}
+        all_values = dict(itertools.chain(*self.gather("stages", sorted(values.items()))))
         return [all_values[k] for k in range(len(self.placement))]
 
     def table(self, rows: Mapping[int, Tensor]) -> Tensor:
