@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from statistics import median
 from textwrap import fill
 from typing import Any
 
@@ -90,9 +91,8 @@ def latency(path: Path) -> None:
     ]
     with make_panels(1, path, width=6.4, height=3.9) as (_, [axes]):
         for library, method, look, text in shown:
-            found = {
-                row["link"]: row["step_ms"] for row in rows if (row["library"], row["method"]) == (library, method)
-            }
+            mine = [row for row in rows if (row["library"], row["method"]) == (library, method)]
+            found = {one: median(row["step_ms"] for row in mine if row["link"] == one) for one in links}
             colour = method_colour(method) if library == "nwise" else "#777777"
             axes.plot(
                 range(len(links)),

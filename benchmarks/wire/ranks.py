@@ -29,6 +29,7 @@ TORCH: dict[str, Any] = {
 }
 LIMIT = 600.0  # seconds of a wait
 Case = dict[str, Any]  # what `run.cases` makes
+Run = tuple[Callable[[], Any], Callable[[], Any], Any, Callable[[], Any]]
 
 
 def order(case: Case, stages: int) -> Any:
@@ -61,8 +62,8 @@ def modules(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module | No
     return waiting, None if last else nn.Identity(), lambda output, target: loss(output)
 
 
-def nwise_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
-    """Return what runs a mini-batch with nwise, what ends the training, and this rank's parameters."""
+def nwise_step(case: Case, size: int, x: Tensor, target: Tensor) -> Run:
+    """Return what runs a mini-batch with nwise, what ends the training, this rank's parameters, and what finds its links."""
     made = [modules(case, k, size) for k in range(size)]
     stages, heads = [one[0] for one in made], [one[1] for one in made[:-1]]
     options = {
@@ -84,10 +85,13 @@ def nwise_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callab
         pipe.forget_pending()
         pipe.close()
 
-    return lambda: pipe.step(x, target=target), end, list(pipe.parameters())
+    def links() -> Any:
+        return list(getattr(pipe.processes, "links", {}).values())  # earlier revisions measured none
+
+    return lambda: pipe.step(x, target=target), end, list(pipe.parameters()), links
 
 
-def torch_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
+def torch_step(case: Case, size: int, x: Tensor, target: Tensor) -> Run:
     """Return the same with one of torch's pipelines."""
     rank = dist.get_rank()
     module, _, loss = modules(case, rank, size)
@@ -97,7 +101,8 @@ def torch_step(case: Case, size: int, x: Tensor, target: Tensor) -> tuple[Callab
     schedule = TORCH[case["method"]]([stage] if several else stage, case["microbatches"], loss_fn=loss)
     given = [x] if rank == 0 else []
     asked = {"target": target} if rank == size - 1 else {}
-    return lambda: schedule.step(*given, **asked), lambda: dist.destroy_process_group(group), list(module.parameters())
+    parameters = list(module.parameters())
+    return lambda: schedule.step(*given, **asked), lambda: dist.destroy_process_group(group), parameters, list
 
 
 def measure(case: Case) -> None:
@@ -107,7 +112,7 @@ def measure(case: Case) -> None:
     rows, width = case["shape"]
     x, target = torch.randn(rows, width), torch.arange(rows) % 10
     begin = nwise_step if case["library"] == "nwise" else torch_step
-    step, end, parameters = begin(case, size, x, target)
+    step, end, parameters, links = begin(case, size, x, target)
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     dist.barrier()
     moments = [time.perf_counter()]
@@ -120,14 +125,27 @@ def measure(case: Case) -> None:
     # Steps in which this rank ran ahead are none of the pipeline's, so the slowest rank counts.
     steady = len(moments) - 1 - case["last"]
     first = min(20, case["steps"] - case["last"] - 1)
-    mine = [moments[1] - moments[0], (moments[1 + first] - moments[1]) / first, moments[-1] - moments[steady], digest]
+    mine = [
+        moments[1] - moments[0],
+        (moments[1 + first] - moments[1]) / first,
+        moments[-1] - moments[steady],
+        digest,
+        links(),
+    ]
     found: list[Any] = [None] * size
     dist.all_gather_object(found, mine)
     end()
     if rank == 0:
-        connecting, early, late, digests = zip(*found, strict=True)
-        record = {"connecting_ms": max(connecting), "early_ms": max(early), "step_ms": max(late) / case["last"]}
+        connecting, early, late, digests, links_of_ranks = zip(*found, strict=True)
+        record: dict[str, Any] = {
+            "connecting_ms": max(connecting),
+            "early_ms": max(early),
+            "step_ms": max(late) / case["last"],
+        }
         record = {name: 1e3 * seconds for name, seconds in record.items()} | {"digest": sum(digests)}
+        if measured := [link for one in links_of_ranks for link in one]:  # as a plan takes them: the slowest
+            latencies, bandwidths = zip(*measured, strict=True)
+            record["link_found"] = {"latency": max(latencies), "bandwidth": min(bandwidths)}
         print(json.dumps({**case, **record}), flush=True)
 
 

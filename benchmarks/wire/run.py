@@ -12,7 +12,8 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,6 +87,14 @@ def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) ->
         }
 
 
+def planned(case: Record, link: Mapping[str, float]) -> float:
+    """Return the milliseconds of a case's step as a plan with the measured link predicts them."""
+    m = case["microbatches"]
+    costs = Costs(**{**case["costs"], **link}).split_in(m)
+    options: Any = {"num_stages": case["ranks"], "num_microbatches": m, "costs": costs}
+    return 1e3 * method_schedule(case["method"], **options).period
+
+
 def measure(link: Link | None, ranks: int, todo: Sequence[Record], source: Path) -> Iterator[Record]:
     """Run cases one after the other on the same ranks; iterate over their records."""
     told = json.dumps(list(todo))
@@ -150,6 +159,8 @@ def main(
             task = progress.add_task(f"{count} ranks, {name}, {size}", total=len(todo))
             for found in measure(LINKS[name], count, todo, source):
                 record = {"round": number, "ranks": count, "link": name, "size": size, **found, **about}
+                if link := record.get("link_found"):
+                    record["planned_ms"] = planned(record, link)
                 with records.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 said = f"{count} ranks, {name}, {size}, {found['library']} {found['method']} M={found['microbatches']}"
@@ -180,6 +191,13 @@ def tables(records: Sequence[Record]) -> str:
             lines.append(f"| {library} | {method} | {m} | {' | '.join(cells)} |")
         lines.append("")
         early = [row for row in rows if row["library"] == "nwise"]
+        if plans := [row for row in early if "planned_ms" in row]:
+            far = max(plans, key=lambda row: abs(log(row["planned_ms"] / row["step_ms"])))
+            lines += [
+                f"A plan with the measured links predicts {far['planned_ms'] / far['step_ms']:.2f} of the step where it is "
+                f"farthest from it ({far['method']}, M = {far['microbatches']}, {_title(far['link'])}).",
+                "",
+            ]
         worst = max(early, key=lambda row: row["early_ms"] / row["step_ms"])
         lines += [
             f"The first steps of nwise take at most {worst['early_ms'] / worst['step_ms']:.2f} times a later one "
