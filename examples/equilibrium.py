@@ -3,34 +3,20 @@
     python examples/equilibrium.py        # the difference of both loops after three updates, then the accuracy of every exit
 
 The published loop adds the losses of all exits and calls ``backward``. Functions in the network scale the gradient of the coarse
-map, so that a block gets the mean over the exits above it. They stay as they are: the strategy is ``"deep-supervision"``.
+map, so a block gets the mean over the exits above it. The staged loop keeps them, and its strategy is ``"deep-supervision"``.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import nwise
+from credit import scaled
 from nwise.app.data import batch_indices, digits
 
 BLOCKS, FINE, COARSE = 4, 8, 16
-
-
-class Scale(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.factor * grad, None
 
 
 def layer(before: int, after: int, stride: int = 1) -> nn.Module:
@@ -47,7 +33,7 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         fine = self.fine(x)
-        return fine, Scale.apply(self.coarse(fine), 1 / BLOCKS)  # type: ignore[no-untyped-call]
+        return fine, scaled(self.coarse(fine), 1 / BLOCKS)
 
 
 class Block(nn.Module):
@@ -60,9 +46,9 @@ class Block(nn.Module):
         self.coarse = layer(2 * COARSE, COARSE)
 
     def forward(self, fine: Tensor, coarse: Tensor) -> tuple[Tensor, Tensor]:
-        coarse = Scale.apply(coarse, self.left)  # type: ignore[no-untyped-call]
+        coarse = scaled(coarse, self.left)
         coarse = self.coarse(torch.cat([coarse, self.down(fine)], 1))
-        return self.fine(fine), Scale.apply(coarse, 1 / self.left)  # type: ignore[no-untyped-call]
+        return self.fine(fine), scaled(coarse, 1 / self.left)
 
 
 class Exit(nn.Module):

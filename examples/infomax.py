@@ -5,12 +5,15 @@ python examples/infomax.py        # the difference of the two after three update
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import nwise
 from nwise.app.data import batch_indices, digits
+from unsupervised import probe
 
 PATCH, STRIDE, GRID, NEGATIVES = 4, 2, 3, 8  # an image of 8 x 8 gives 3 x 3 patches
 WIDTHS = (16, 16, 32)
@@ -106,22 +109,9 @@ def difference(steps: int = 3) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(*pairs, strict=True))
 
 
-def probe(encoders: list[nn.Module]) -> float:
-    """Return the accuracy of a linear classifier on the mean codes of an image's patches."""
-    codes = []
-    for data in digits():
-        x, y = data.batch(torch.arange(len(data)))
-        with torch.no_grad():
-            code = nn.Sequential(*encoders)(patches(x)).mean((2, 3)).unflatten(0, (len(x), -1)).flatten(1)
-        codes.append((code, y))
-    (seen, labels), (unseen, wanted) = codes
-    linear = nn.Linear(seen.shape[1], 10)
-    optimizer = torch.optim.Adam(linear.parameters(), lr=1e-2)
-    for _ in range(300):
-        optimizer.zero_grad()
-        functional.cross_entropy(linear(seen), labels).backward()
-        optimizer.step()
-    return (linear(unseen).argmax(1) == wanted).float().mean().item()
+def mean_codes(encoders: list[nn.Module], x: Tensor) -> Tensor:
+    """Return the mean code of every patch, beside each other for an image."""
+    return nn.Sequential(*encoders)(patches(x)).mean((2, 3)).unflatten(0, (len(x), -1)).flatten(1)
 
 
 if __name__ == "__main__":
@@ -129,4 +119,5 @@ if __name__ == "__main__":
     for steps in (0, 300):
         encoders, predictors = network()
         staged(encoders, predictors, steps)
-        print(f"accuracy of a linear classifier on the codes after {steps} updates: {100 * probe(encoders):.1f} %")
+        accuracy = probe(partial(mean_codes, encoders))
+        print(f"accuracy of a linear classifier on the codes after {steps} updates: {100 * accuracy:.1f} %")

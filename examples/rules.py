@@ -291,7 +291,7 @@ class Probed(nn.Module):
 
 def views(x: Tensor) -> Tensor:
     """Return two views of every image, moved by a pixel and in noise: first all first ones, then all second ones."""
-    # The noise is that of the images' values, so that all processes draw the same.
+    # The values of the images seed the noise, so all processes draw the same.
     drawn = torch.Generator().manual_seed(int(x.double().sum().item() * 1000))
     moves = torch.randint(-1, 2, (2, 2), generator=drawn).tolist()
     moved = torch.cat([x.roll(move, (2, 3)) for move in moves])

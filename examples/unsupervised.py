@@ -9,6 +9,7 @@ how much the code knows about classes that no loss has seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -36,9 +37,23 @@ def code(pipe: nwise.Pipeline, x: Tensor) -> Tensor:
     return result
 
 
+def probe(encode: Callable[[Tensor], Tensor]) -> float:
+    """Return the test accuracy of a linear classifier that learns the digits' labels from their codes."""
+    with torch.no_grad():
+        parts = [data.batch(torch.arange(len(data))) for data in digits()]
+        (seen, labels), (unseen, wanted) = [(encode(x), y) for x, y in parts]
+    linear = nn.Linear(seen.shape[1], 10)
+    optimizer = torch.optim.Adam(linear.parameters(), lr=1e-2)
+    for _ in range(300):
+        optimizer.zero_grad()
+        functional.cross_entropy(linear(seen), labels).backward()
+        optimizer.step()
+    return (linear(unseen).argmax(1) == wanted).float().mean().item()
+
+
 def main(steps: int = 300) -> tuple[float, float]:
     """Train without labels; return the last loss and the accuracy of a linear classifier on the code."""
-    train, test = digits()
+    train, _ = digits()
     pipe = build()
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
     losses = torch.zeros(3)
@@ -51,16 +66,7 @@ def main(steps: int = 300) -> tuple[float, float]:
         if step % 50 == 0:
             print(f"step {step:3d}  reconstruction {[round(loss, 3) for loss in losses.tolist()]}")
 
-    with torch.no_grad():
-        parts = [data.batch(torch.arange(len(data))) for data in (train, test)]
-        (seen, labels), (unseen, wanted) = [(code(pipe, x.flatten(1)), y) for x, y in parts]
-    probe = nn.Linear(seen.shape[1], 10)
-    optimizer = torch.optim.Adam(probe.parameters(), lr=1e-2)
-    for _ in range(300):
-        optimizer.zero_grad()
-        functional.cross_entropy(probe(seen), labels).backward()
-        optimizer.step()
-    accuracy = (probe(unseen).argmax(1) == wanted).float().mean().item()
+    accuracy = probe(lambda x: code(pipe, x.flatten(1)))
     print(f"accuracy of a linear classifier on the code of 16 numbers: {100 * accuracy:.1f} %")
     return float(losses[-1]), accuracy
 

@@ -93,7 +93,7 @@ BUDGETS = {
     "network": 1_011,
     "planning": 1_294,
     "training": 509,
-    "app": 4_945,
+    "app": 4_941,
     "the core": 7_348,
     "the library": 11_935,
     "import nwise.pipeline: files": 59,

@@ -577,6 +577,9 @@ def network(data):
 
 def wrong(data):
     return []
+
+def too_few(data):
+    return [nn.Linear(64, 12), nn.Linear(12, 12), nn.Linear(12, 10)], [nn.Linear(12, 10)]
 """
 
 
@@ -610,6 +613,7 @@ def test_network_of_ones_own_is_compared_trained_and_resumed(
             "Found 'my_own_network:nothing': module 'my_own_network' has no attribute 'nothing'",
         ),
         ("my_own_network:wrong", r"should return two lists: stages, and heads of all but the last. Found \[\]"),
+        ("my_own_network:too_few", "`heads` should have 2 entries, one for every stage but the last.* Found 1"),
         ("no_such_module:network", "No module named 'no_such_module'"),
     ],
 )

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from benchmarks.wire.net import ROOT, Link, Wires
 from nwise.machine import machine
-from nwise.schedule import Costs
+from nwise.schedule import Costs, Schedule
 from nwise.schedule.find import method_schedule
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) ->
         costs: dict[str, Any] = {**given, "message_bytes": 4 * shape[0] * shape[1]}
         if link is not None:
             costs |= {"latency": link.latency, "bandwidth": link.bytes_per_second}
-        least = method_schedule(method, num_stages=ranks, num_microbatches=m, costs=Costs(**costs).split_in(m))
+        least = timed(method, ranks, m, costs)
         last = max(5, min(25, int(SECONDS / max(least.period, 1e-3))))
         yield {
             "library": library,
@@ -87,12 +87,9 @@ def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) ->
         }
 
 
-def planned(case: Record, link: Mapping[str, float]) -> float:
-    """Return the milliseconds of a case's step as a plan with the measured link predicts them."""
-    m = case["microbatches"]
-    costs = Costs(**{**case["costs"], **link}).split_in(m)
-    options: Any = {"num_stages": case["ranks"], "num_microbatches": m, "costs": costs}
-    return 1e3 * method_schedule(case["method"], **options).period
+def timed(method: str, ranks: int, m: int, costs: Mapping[str, Any]) -> Schedule:
+    """Return the schedule of a method with costs of a mini-batch in one stage; its period is the time of a step by the model."""
+    return method_schedule(method, num_stages=ranks, num_microbatches=m, costs=Costs(**costs).split_in(m))
 
 
 def measure(link: Link | None, ranks: int, todo: Sequence[Record], source: Path) -> Iterator[Record]:
@@ -160,7 +157,8 @@ def main(
             for found in measure(LINKS[name], count, todo, source):
                 record = {"round": number, "ranks": count, "link": name, "size": size, **found, **about}
                 if link := record.get("link_found"):
-                    record["planned_ms"] = planned(record, link)
+                    plan = timed(found["method"], count, found["microbatches"], found["costs"] | link)
+                    record["planned_ms"] = 1e3 * plan.period
                 with records.open("a") as file:
                     file.write(json.dumps(record) + "\n")
                 said = f"{count} ranks, {name}, {size}, {found['library']} {found['method']} M={found['microbatches']}"

@@ -150,5 +150,5 @@ def allow_variants(most: int) -> dict[str, int]:
 
 
 def find_modules_here() -> None:
-    """Let modules of the current folder be imported."""
-    sys.path.insert(0, os.getcwd())
+    """Let modules of the current folder be imported, before others of their names."""
+    sys.path[:] = dict.fromkeys([os.getcwd(), *sys.path])

@@ -37,4 +37,4 @@ def own(name: str, data: Any, seed: int) -> StagedModel:
         raise ValueError(f"{name} should return two lists: stages, and heads of all but the last. Found {made!r:.100}.")
     stages: list[Any] = [one if hasattr(one, "pieces") else Chain({f"stage{k}": one}) for k, one in enumerate(made[0])]
     ends = [list(stage.pieces())[-1] for stage in stages[:-1]]
-    return StagedModel(stages, list(made[1]), dict(zip(ends, made[1], strict=True)).__getitem__)
+    return StagedModel(stages, list(made[1]), dict(zip(ends, made[1], strict=False)).__getitem__)

@@ -283,9 +283,7 @@ class Recipe:
             data = type(self.data).__name__
             raise ValueError(f"`model` and `data` should both be of text or both of images. Found {model} and {data}.")
         if self.network and self.cut:
-            raise ValueError(
-                f"`cut` should be empty with `model`, whose network is cut. Found {self.cut}; leave it out."
-            )
+            raise ValueError(f"`cut` should be empty with `model`, so leave it out. Found {self.cut}.")
         if self.channels_last and is_text:
             raise ValueError("`channels_last` should be off for text, which has none. Found it on; leave it out.")
         check_order(self.schedule)

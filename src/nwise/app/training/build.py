@@ -64,9 +64,8 @@ def make_pipeline(recipe: Recipe, data: Images | Tokens, strategy: Strategy) -> 
     Raises:
         ValueError: `stage_lr` does not have one factor per stage.
     """
-    without_memory = (
-        launched() and not recipe.network
-    )  # values of the networks here depend on names, those of a user's on the order
+    # A network of `nwise.app.models` gets its values again, each by its name; a user's network keeps those that it was made with.
+    without_memory = launched() and not recipe.network
     with torch.device("meta") if without_memory else nullcontext():
         model = recipe.build(data)
     if recipe.stage_lr and len(recipe.stage_lr) != len(model.stages):
