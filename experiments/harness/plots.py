@@ -172,8 +172,8 @@ def accuracy_of_ensembles(runs: Runs, methods: Sequence[str], num_heads: int, pa
 def grid_of_fine_tuning(
     runs: Runs, methods: Sequence[str], grid: Mapping[tuple[int, float], Mapping[int, float]], path: Path
 ) -> None:
-    """Draw equal time, and validation accuracy over the grid."""
-    with make_panels(2, path) as (_, (upper, lower)):
+    """Draw equal time, and validation accuracy over the grid, if there is one."""
+    with make_panels(2 if grid else 1, path) as (_, (upper, *lower)):
         for i, method in enumerate(methods):
             values = list(runs.scores(accuracy, method).values())
             _error_bars(upper, [i], [values], {**style(method), "markersize": 6})
@@ -181,14 +181,15 @@ def grid_of_fine_tuning(
             title="equal time", xticks=range(len(methods)), ylabel="test accuracy, %", xlim=(-0.5, len(methods) - 0.5)
         )
         upper.set_xticklabels(methods, fontsize=8)
-        for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
-            points = sorted(first for first, r in grid if r == rate)
-            columns = [list(grid[first, rate].values()) for first in points]
-            look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
-            _error_bars(lower, points, columns, look)
-        firsts = sorted({first for first, _ in grid})
-        lower.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
-        legend(lower, 8)
+        for axes in lower:
+            for i, rate in enumerate(sorted({rate for _, rate in grid}, reverse=True)):
+                points = sorted(first for first, r in grid if r == rate)
+                columns = [list(grid[first, rate].values()) for first in points]
+                look = {"color": COLOURS[i], "marker": MARKERS[i], "label": f"rate {rate:g} after it"}
+                _error_bars(axes, points, columns, look)
+            firsts = sorted({first for first, _ in grid})
+            axes.set(title="fine-tuning", xlabel="epochs 1-wise", ylabel="validation accuracy, %", xticks=firsts)
+            legend(axes, 8)
 
 
 def language_models(
