@@ -48,7 +48,7 @@ $(VENV)/.tools: $(VENV)/.train
 	touch $@
 
 docs: $(VENV)/.tools
-	$(BIN)/python -m sphinx -W --keep-going --fail-on-warning -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going --fail-on-warning -q -b html -c docs . docs/_build/html
 	@echo "Manual: docs/_build/html/index.html"
 
 readme:

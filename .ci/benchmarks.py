@@ -14,19 +14,16 @@ import sys
 from readme import run_all
 
 SMALL = """
-house --json
-orders
 parity
 step_cost --case overhead --rounds 3
 step_cost.parts --rounds 3
 runtime --stages 3 --rounds 1 --mib 0
 runtime.command --stages 2 --strategy 2-wise --batches 2 --rounds 1
 runtime.targets
-links --devices 2
-links.budget --seconds 4 --slot-ms 200 --records budget.jsonl
+rules --seeds 1
+wire --ranks 2 --links 20ms --methods local --records steps.jsonl
 faults kills --runs 2
 faults soak --steps 30
-faults cost --rounds 1
 memory show
 memory predict --network gpt
 memory measure --network convnet --microbatches 2 --remedies plain
@@ -38,9 +35,6 @@ compression show
 exits train --data digits --seeds 1
 exits measure --data digits --seeds 1 --rounds 1
 exits show --data digits
-speculation train --steps 2
-speculation measure --prompts 1 --count 8 --rounds 1
-speculation show
 gpu --minutes 10 --device cpu --rehearse
 """
 

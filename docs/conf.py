@@ -1,4 +1,7 @@
-"""The manual: Sphinx, MyST and Furo. `make docs` builds it; warnings are errors."""
+"""The manual: Sphinx, MyST and Furo. `make docs` builds it; warnings are errors.
+
+The sources are the pages of the whole repository, so that links between them lead to pages.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ intersphinx_mapping = {
     "torch": ("https://docs.pytorch.org/docs/stable", None),
     "numpy": ("https://numpy.org/doc/stable", None),
 }
-exclude_patterns = ["_build", "project"]
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "docs/api/*.md", "experiments/**.md", "benchmarks/**.md", "*.md"]
+exclude_patterns = ["AGENTS.md", "README.md", "docs/_build"]
 html_theme = "furo"
 html_title = f"nwise {release}"
 html_show_sphinx = False
@@ -41,9 +46,8 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-suppress_warnings = [
-    "myst.xref_missing"
-]  # links out of the manual are checked by tests/test_docs.py, with their anchors
+# Links are checked by tests/test_docs.py, with their anchors; records of experiments are reached from pages.
+suppress_warnings = ["myst.xref_missing", "toc.not_included"]
 
 ROOT = Path(__file__).parents[1]
 EXPLORER = "explore.html"
@@ -52,20 +56,15 @@ EXPLORER = "explore.html"
 def _prepare(app: Any, docname: str, source: list[str]) -> None:
     """Turn pages that read well on GitHub into pages of the manual."""
     del app
-    here = (ROOT / "docs" / docname).parent
+    here = (ROOT / docname).parent
 
     def target(match: re.Match[str]) -> str:
-        path = (here / match[1]).resolve()
-        file = f"{match[1].rstrip('/')}/README.md" if path.is_dir() else match[1]
-        # `path:` offers the file; without it a .md outside of docs/ would be an unknown page and no link at all.
-        return f"](path:{file})" if file.endswith(".md") and (here / file).exists() else match[0]
+        return f"]({match[1].rstrip('/')}/README.md)" if (here / match[1] / "README.md").exists() else match[0]
 
-    if docname == "changelog":
-        source[0] = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    source[0] = re.sub(r"\]\((\.\./[^)#]+)(?:#[^)]*)?\)", target, source[0])
-    if docname in ("index", "api/index"):  # the lists of links are the sidebar
+    source[0] = re.sub(r"\]\(([^)#:]+)\)", target, source[0])
+    if docname in ("docs/index", "docs/api/index"):  # the lists of links are the sidebar
         source[0] = re.sub(r"^(?:## (.*)\n\n)?((?:- \[.*\n(?:  .*\n)*)+)", _with_tree, source[0], flags=re.M)
-    if docname == "index":
+    if docname == "docs/index":
         source[0] = re.sub(
             r"\[([^]]+)\]\(looking.md#the-schedule-explorer\)", rf'<a href="{EXPLORER}">\1</a>', source[0]
         )
@@ -82,7 +81,9 @@ def _explorer(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         costs = {"transformer": TRANSFORMER, "paper": PAPER}
         methods = ("2-wise", "local", "3-wise", "end-to-end", "end-to-end-delay-1", "gpipe", "1f1b", "zero-bubble")
-        explore(Choices(methods, (2, 4, 8), (1, 2, 4, 8), costs, (0.0, 1.0)), Path(app.outdir) / EXPLORER)
+        explore(Choices(methods, (2, 4, 8), (1, 2, 4, 8), costs, (0.0, 1.0)), Path(app.outdir) / "docs" / EXPLORER)
+        first = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+        (Path(app.outdir) / "index.html").write_text(f"<!doctype html><title>nwise</title>{first}\n")
 
 
 def setup(app: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from importlib import import_module
+from math import isnan
 from pathlib import Path
 
 from experiments.harness import markdown
-from experiments.harness.claims import Claim
+from experiments.harness.claims import Claim, effect_text, holm
 from experiments.harness.experiment import Experiment, Job
 from experiments.harness.store import Store
 from experiments.harness.trained import Trained
@@ -74,15 +75,50 @@ _BEGIN, _END = "<!-- the index: written by python -m experiments -->", "<!-- end
 
 
 def write_index(folder: Path) -> None:
-    """Write the table of all results into the folder's README, whose other words stay."""
+    """Write the table of all results into the folder's README, and the paper's claims into the manual, if it is beside it.
+
+    The other words of these pages stay.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "README.md"
-    text = path.read_text() if path.exists() else f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n"
+    _replace(path, table(folder), f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n")
+    manual = folder.resolve().parent / "docs" / "paper.md"
+    if manual.exists():
+        _replace(manual, claims_table(folder))
+
+
+def _replace(path: Path, table: str, empty: str = "") -> None:
+    """Put a table between the two marks of a page."""
+    text = path.read_text() if path.exists() else empty
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{path} should have the lines {_BEGIN} and {_END}, with the index between them. Found none.")
-    write_text(path, f"{before}{_BEGIN}\n\n{table(folder)}\n\n{_END}{after}")
+    write_text(path, f"{before}{_BEGIN}\n\n{table}\n\n{_END}{after}")
+
+
+def claims_table(folder: Path) -> str:
+    """Return a table in Markdown: every claim of the paper, what was found, and the verdict before and after Holm."""
+    rows: list[tuple[object, ...]] = []
+    results = [(result, one) for one in EXPERIMENTS.values() for result in one.results]
+    for result, one in sorted(results, key=lambda pair: _order(pair[0].place)):
+        for size in one.sizes:
+            claims = one.claims(Job(folder=folder, size=size))
+            for claim, stays in zip(claims, holm(claims), strict=True):
+                if (
+                    claim.source.startswith(result.source)
+                    and claim.source != "ours"
+                    and claim.seeds + (not isnan(claim.effect))
+                ):
+                    page = f"[{one.name}, {size}](../experiments/{one.name}/{size}.md)"
+                    corrected = "" if claim.seeds < 2 or stays else "undecided"
+                    verdict = claim.verdict + (
+                        f"; {corrected} after Holm" if corrected not in ("", claim.verdict) else ""
+                    )
+                    rows.append(
+                        (claim.source, claim.text, claim.wanted, effect_text(claim), claim.seeds or "–", verdict, page)
+                    )
+    return markdown.table(("in the paper", "claim", "should be", "found", "seeds", "verdict", "record"), rows)
 
 
 def _order(place: str) -> tuple[bool, str, int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nwise
-from benchmarks.house.__main__ import lines_of_code
+from counting import lines_of_code
 from launch import forked, results
 from test_contract import assert_same, gradients
 

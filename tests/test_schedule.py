@@ -292,7 +292,7 @@ def test_wide_window_schedules_are_near_the_bound() -> None:
 
 
 def test_unequal_stages_are_near_the_bound() -> None:
-    """Each stage 0.6 to 1.6 times as slow, with and without latency; 400 cases are in benchmarks/orders."""
+    """Each stage 0.6 to 1.6 times as slow, with and without latency."""
     numbers = random.Random(0)
     gaps = []
     for _ in range(80):

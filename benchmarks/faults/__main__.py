@@ -1,8 +1,8 @@
-"""`python -m benchmarks.faults kills`, ``soak`` or ``cost``."""
+"""`python -m benchmarks.faults kills` or ``soak``."""
 
 import tyro
 
-from benchmarks.faults import cost, kills, soak
+from benchmarks.faults import kills, soak
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"kills": kills.main, "soak": soak.main, "cost": cost.main})
+    tyro.extras.subcommand_cli_from_dict({"kills": kills.main, "soak": soak.main})

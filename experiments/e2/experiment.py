@@ -114,6 +114,8 @@ def claims(runs: Runs) -> list[Claim]:
         claims.append(greater("2-wise above end-to-end", "table 1", scores("2-wise"), scores("end-to-end")))
     if runs.source == "cifar10":
         claims.append(equal("2-wise equals end-to-end", "table 1", scores("2-wise"), scores("end-to-end"), within=1))
+        # Section 5 says so, table 1 does not; written down after the runs of small and medium size.
+        claims.append(greater("2-wise above end-to-end", "section 5", scores("2-wise"), scores("end-to-end")))
     if runs.source != "imagenet":  # there the table has 3-wise 1.82 points above, so the text says "consistently"
         text = "3-wise is not above 2-wise by half a point, four stages"
         claims.append(no_greater(text, "table 1", scores("3-wise"), scores("2-wise"), by=0.5))
@@ -186,6 +188,7 @@ EXPERIMENT = Trained(
     [
         Result("table 1", "residual networks (E2)", "table 1"),
         Result("", "text: work in total, residual networks", "section 3"),
+        Result("", "text: 2-wise above end-to-end on CIFAR-10 (E2)", "section 5"),
         Result("", "ours: other strategies for residual networks", "ours"),
     ],
     waiting=[

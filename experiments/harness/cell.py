@@ -35,6 +35,7 @@ from nwise.app.training import (
 )
 from nwise.machine import machine
 
+ROOT = Path(__file__).resolve().parents[2]
 POLICY = CheckpointPolicy(keep=1)  # every ten minutes
 
 Record = dict[str, Any]
@@ -152,18 +153,20 @@ class History(Callback):
 
 @cache
 def revision() -> str | None:
-    """Return the git revision of this copy, with a plus if files have changed; None outside a repository."""
+    """Return the git revision of this copy, with a plus if code has changed since; None outside a repository.
+
+    Records that a run adds are no change of code.
+    """
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "pyproject.toml")
+        return git("describe", "--always", "--exclude=*") + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
 
 
 def _check_length(cell: Cell, steps: int) -> None:

@@ -252,8 +252,13 @@ def table(claims: list[Claim]) -> str:
     return f"{table}\n\n{NOTE}" if any(map(seeds_text, claims)) else table
 
 
+def effect_text(claim: Claim) -> str:
+    """Return what a claim is about, with its unit, as text."""
+    return "–" if isnan(claim.effect) else f"{claim.effect:+.4g} {claim.unit}".rstrip()
+
+
 def _row(claim: Claim, stays: bool) -> tuple[object, ...]:
-    effect = "–" if isnan(claim.effect) else f"{claim.effect:+.4g} {claim.unit}".rstrip()
+    effect = effect_text(claim)
     between = f"{claim.low:+.4g} to {claim.high:+.4g}" if claim.seeds > 1 else "–" if claim.seeds else "exact"
     if isnan(claim.effect):
         between = "not run"

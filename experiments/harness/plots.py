@@ -210,6 +210,6 @@ def language_models(
                 times = {a: step_time(method, a, PAPER).slots for a in stages}
             lower.plot(list(times), list(times.values()), **style(method))
         upper.set(xlabel="stages", ylabel="test perplexity per token", xticks=stages, title="equal steps")
-        unit = "seconds a step, measured, best M" if seconds else "slots a step, paper's costs"
+        unit = "seconds a step, measured, M = 1" if seconds else "slots a step, paper's costs"
         lower.set(xlabel="stages", ylabel=unit, xticks=stages, ylim=(0, None), title="step time")
         legend(upper, 8)

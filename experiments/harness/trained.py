@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.harness import claims as claiming
 from experiments.harness import markdown
-from experiments.harness.cell import Cell, Record, missing_data, source_digest
+from experiments.harness.cell import ROOT, Cell, Record, missing_data, revision, source_digest
 from experiments.harness.claims import Claim
 from experiments.harness.experiment import Experiment, Job, NothingMatches, Result, Size
 from experiments.harness.pool import run_cells
@@ -81,6 +81,7 @@ class Trained(Experiment):
         missing = [] if job.redraw else self._select_possible([cell for cell, record in pairs if record is None], job)
         job.begin(self.title, len(pairs), len(missing))
         if missing:
+            _check_clean(job)
             store.check_writable()  # before hours of work
         checkpoints = store.path.parent / "checkpoints"
         for cell, record in run_cells(missing, job.workers, job.on_progress, checkpoints):
@@ -163,6 +164,16 @@ class Trained(Experiment):
             sections += [_describe_runs(runs.records), self.parts.tables(runs)]
         if sections:
             self.document(job, "\n\n".join([*sections, "## Claims", claiming.table(self._claims(groups))]))
+
+
+def _check_clean(job: Job) -> None:
+    """Raise ValueError if the repository's own records would come from code that no revision has."""
+    found = revision() or ""
+    if found.endswith("+") and job.folder.resolve() == ROOT / "experiments":
+        raise ValueError(
+            f"Records in {job.folder} should come from a revision. Found changes of code since {found[:-1]}; commit them, or "
+            "give another `folder`."
+        )
 
 
 def on_a_gpu(recipe: Recipe) -> Recipe:

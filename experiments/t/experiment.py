@@ -100,7 +100,20 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     longer = [(a, n) for a in range(1, 31) for n in range(1, a + 1) if paper_time(a, 1, n) > paper_time(a, 1, a)]
     text = "without micro-batches a step of N-wise is never longer than end-to-end's, N <= A <= 30"
     claims.append(exact(text, "section 3.1", len(longer), holds=not longer, wanted="0", unit="longer"))
-    faster = min(100 * (Slot().speedup(a, 2) - 1) for a in range(15, 31))
+    grows = [
+        (a, n) for a in range(2, 30) for n in range(1, a + 1) if _over_end_to_end(a + 1, n) <= _over_end_to_end(a, n)
+    ]
+    text = "without micro-batches the speed-up of N-wise over end-to-end grows with the stages, N <= A <= 30"
+    claims.append(exact(text, "section 4.1", len(grows), holds=not grows, wanted="0", unit="pairs that do not"))
+    papers = Slot()
+    least = min(papers.speedup(a, 1) for a in range(2, 31))
+    text = "GPipe at its best M takes longer than local training, heads being free, A = 2 to 30: times as long at least"
+    claims.append(exact(text, "section 2", least, holds=least > 1, wanted="> 1", unit="times"))
+    for n in (1, 2, 3, 4):
+        halved = papers.batch_seconds(8, 2, n) / papers.batch_seconds(8, 1, n)
+        text = f"two micro-batches make a step of {n}-wise shorter than one, eight stages: times as long"
+        claims.append(exact(text, "section 3.1", halved, holds=halved < 1, wanted="< 1", unit="times"))
+    faster = min(100 * (papers.speedup(a, 2) - 1) for a in range(15, 31))
     text = "2-wise is at least 50 % faster than GPipe from A = 15 to 30, in whole per cent"
     claims.append(exact(text, "figure 4", faster, holds=round(faster) >= 50, wanted=">= 50", unit="%"))
     text = "the best M of end-to-end grows like the square root of A: exponent from A = 4 to 256"
@@ -119,6 +132,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             source = "ours" if "virtual" in what else "figure 10"
             claims.append(claiming.measured(text, source, error, holds=error < 10, wanted="< 10", unit=unit))
     return claims
+
+
+def _over_end_to_end(num_stages: int, n: int) -> float:
+    """Return the speed-up of N-wise over end-to-end training, both without micro-batches."""
+    return paper_time(num_stages, 1, num_stages) / paper_time(num_stages, 1, n)
 
 
 def _group(num_stages: int) -> int:
@@ -249,5 +267,7 @@ EXPERIMENT = Timing(
         Result("table 7", "best M", "table 7"),
         Result("", "text: the formula, N-wise never longer, growth of the best M", "section 3.1"),
         Result("", "text: the overhead's share, uneven costs", "appendix C"),
+        Result("", "text: the speed-up grows with the stages", "section 4.1"),
+        Result("", "text: GPipe takes longer than local training", "section 2"),
     ],
 )

@@ -43,7 +43,7 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
     with make_panels(len(titles), path, columns=2, width=3.6) as (_, panels):
         for axes, ((what, a), title) in zip(panels, titles.items(), strict=True):
             slot = None if "transformer" in what else fitted(rows, what)
-            for method in dict.fromkeys(row["method"] for row in measured_rows):
+            for method in dict.fromkeys(row["method"] for row in measured_rows if not row["method"].endswith("-mean")):
                 own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, a, method)]
                 _points(axes, own, method, slot)
             axes.set(title=title, xlabel="micro-batches M", ylabel="ms per mini-batch (lines: modelled)")

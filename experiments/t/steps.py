@@ -29,8 +29,9 @@ Piece = tuple[str, str, int]  # its name, a method, and M
 
 
 def step_pieces(num_stages: int, microbatches: Sequence[int]) -> list[Piece]:
-    """Return what there is to measure with so many stages."""
-    methods = [method for method in PAPER if method == "end-to-end" or int(method[0]) <= num_stages]
+    """Return what there is to measure with so many stages: the methods of figure 7, and plain N-wise for figure 10."""
+    every = dict.fromkeys([*PAPER, *(method.removesuffix("-mean") for method in PAPER)])
+    methods = [method for method in every if method == "end-to-end" or int(method[0]) <= num_stages]
     return [(f"{num_stages} processes, {method}, M = {m}", method, m) for method in methods for m in microbatches]
 
 

@@ -216,6 +216,12 @@ def window(row: Row) -> int:
 
 
 def fitted(rows: Sequence[Row], what: str) -> Slot | None:
-    """Fit c0 and c1 to the measured rows of a kind; None if there are too few."""
-    cells = {(r["A"], r["M"], window(r)): r["seconds"] for r in rows if r["kind"] == "measured" and r["what"] == what}
+    """Fit c0 and c1 to the measured rows of a kind; None if there are too few.
+
+    The formula is that of plain N-wise: with micro-batches the mean variant takes longer.
+    """
+    rows = [
+        row for row in rows if row["kind"] == "measured" and row["what"] == what and not row["method"].endswith("-mean")
+    ]
+    cells = {(row["A"], row["M"], window(row)): row["seconds"] for row in rows}
     return fit_slot(cells) if len({m for _, m, _ in cells}) > 1 else None

@@ -1,8 +1,0 @@
-"""`python -m benchmarks.speculation`: see `run`."""
-
-import tyro
-
-from benchmarks.speculation.run import measure, show, train
-
-if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"train": train, "measure": measure, "show": show})
