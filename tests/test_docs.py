@@ -314,7 +314,8 @@ def test_manual_builds_and_has_every_public_name(tmp_path: Path) -> None:
     first = re.search(r'<article.*?<p>.*?<p><a href="([^"]+)"', (manual / "index.html").read_text(), re.S)
     assert first is not None, "the index begins with the explorer"
     assert (manual / first[1]).stat().st_size > 1e5
-    broken = [(page.name, link) for page in manual.rglob("*.html") for link in _broken(page)]
+    pages = [page for page in tmp_path.rglob("*.html") if page.name != "explore.html" and "_modules" not in page.parts]
+    broken = [(page.name, link) for page in pages for link in _broken(page)]
     assert not broken
 
 
