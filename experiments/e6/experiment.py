@@ -199,7 +199,9 @@ def tables(runs: Runs) -> str:
     times = markdown.table(["slots a step: paper's costs, honest costs (M)", *markdown.stages(_STAGES)], rows)
     rows = [[m, *(_minutes(runs, m, a) for a in _STAGES)] for m in PAPER]
     minutes = markdown.table(["minutes of a run in one process, median", *markdown.stages(_STAGES)], rows)
-    four = ["## Four stages: equal steps, equal time, equal memory", _four(runs)]
+    rows = [[m, runs.shown(perplexity, m, _FOUR, FIXED_TIME)] for m in PAPER]
+    fixed = markdown.table(["four stages, fixed time, paper's costs", "test perplexity at the end"], rows)
+    four = [fixed, "## Four stages: equal steps, equal time, equal memory", _four(runs)]
     four += ["## Four stages: work", work_table(PAPER, _FOUR, clocks(runs)["honest"])]
     return "\n\n".join([quality, times, minutes, *four, "## Steps of the paper's networks", _printed()])
 
