@@ -191,6 +191,12 @@ def test_planner_table_matches_planner_output(capsys: pytest.CaptureFixture[str]
             assert " ".join(row.split()) in lines, row
 
 
+def test_first_page_has_the_matrix_of_parity() -> None:
+    rows = [line for line in (ROOT / "benchmarks/parity/README.md").read_text().splitlines() if line.startswith("|")]
+    assert len(rows) > 8
+    assert "\n".join(rows) in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_pages_lose_no_markup() -> None:
     """Regression: seven pairs of stars in the frontier were taken for emphasis, and with them the marks of undecided verdicts."""
     markdown_it = pytest.importorskip("markdown_it", reason="needs the extra 'docs'")

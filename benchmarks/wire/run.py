@@ -67,7 +67,10 @@ def cases(link: Link | None, ranks: int, shape: tuple[int, int], slot: float) ->
     """
     for library, method, least_m in METHODS:
         m = max(least_m, ranks) if least_m > 1 else 1  # a micro-batch for every rank, as torch's 1F1B wants
-        given = {"forward": slot, "head": 0.0, "input_grad": slot, "weight_grad": slot, "chain_share": 0.0}
+        # A stage of gpipe waits two slots in its backward, the first one too, which makes no gradient of an input.
+        first = 2 * slot if method == "gpipe" else slot
+        weight_grad = (first, *[slot] * (ranks - 1))
+        given = {"forward": slot, "head": 0.0, "input_grad": slot, "weight_grad": weight_grad, "chain_share": 0.0}
         costs: dict[str, Any] = {**given, "message_bytes": 4 * shape[0] * shape[1]}
         if link is not None:
             costs |= {"latency": link.latency, "bandwidth": link.bytes_per_second}

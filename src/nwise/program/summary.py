@@ -31,7 +31,16 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
     rows = [["stage", "parameters", "head", "learns from", "passes", "sends back"]]
     for k, stage in enumerate(flow.stages):
         losses = ", ".join(_loss(j, float(credit[j, k])) for j in range(len(credit)) if credit[j, k] and stage.passes)
-        rows.append([str(k), f"{parameters[k][0]:,}", heads[k], losses or "nothing", str(stage.passes), str(len(stage.messages))])
+        rows.append(
+            [
+                str(k),
+                f"{parameters[k][0]:,}",
+                heads[k],
+                losses or "nothing",
+                str(stage.passes),
+                str(len(stage.messages)),
+            ]
+        )
     main, side = (sum(column) for column in zip(*parameters, strict=True))
     passes = sum(stage.passes for stage in flow.stages)
     messages = sum(flow.messages)
