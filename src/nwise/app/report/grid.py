@@ -63,7 +63,7 @@ class Picture:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Everything that takes time in the first `batches` mini-batches; a free weight gradient is part of the pass before it."""
+        """What takes time in the first `batches` mini-batches; a free weight gradient is part of the pass before it."""
         passes: dict[tuple[int, int, int], int] = {}
         events = list[Event]()
         for event in (event for event in self.timeline.events if event.batch < self.batches):
