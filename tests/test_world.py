@@ -11,7 +11,8 @@ import pytest
 from launch import scripted
 
 HEAD = """import os, torch
-from nwise.checkpoint import Checkpoints, gather_weights
+from nwise.checkpoint import Checkpoints
+from nwise.checkpoint import gather_weights
 from nwise.training.clip import Clip
 from ranks.common import batches, pipeline
 RANK = int(os.environ["RANK"])

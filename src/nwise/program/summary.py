@@ -30,17 +30,8 @@ def describe(title: str, parameters: Sequence[Sequence[int]], flow: Flow, credit
     heads = [f"{side:,}" if side else "–" for _, side in parameters[:-1]] + ["output"]
     rows = [["stage", "parameters", "head", "learns from", "passes", "sends back"]]
     for k, stage in enumerate(flow.stages):
-        losses = ", ".join(_loss(j, float(credit[j, k])) for j in range(len(credit)) if credit[j, k] and stage.passes)
-        rows.append(
-            [
-                str(k),
-                f"{parameters[k][0]:,}",
-                heads[k],
-                losses or "nothing",
-                str(stage.passes),
-                str(len(stage.messages)),
-            ]
-        )
+        losses = ", ".join(_loss(j, w) for j, w in enumerate(credit[:, k].tolist()) if w and stage.passes) or "nothing"
+        rows.append([str(k), f"{parameters[k][0]:,}", heads[k], losses, str(stage.passes), str(len(stage.messages))])
     main, side = (sum(column) for column in zip(*parameters, strict=True))
     passes = sum(stage.passes for stage in flow.stages)
     messages = sum(flow.messages)

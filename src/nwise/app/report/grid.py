@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,19 +63,8 @@ class Picture:
 
     @cached_property
     def events(self) -> list[Event]:
-        """What takes time in the first `batches` mini-batches; a free weight gradient is part of the pass before it."""
-        passes: dict[tuple[int, int, int], int] = {}
-        events = list[Event]()
-        for event in (event for event in self.timeline.events if event.batch < self.batches):
-            place = (event.action.stage, event.action.microbatch, event.batch)
-            if event.end > event.start:
-                if event.action.kind is Kind.INPUT_GRAD:
-                    passes[place] = len(events)
-                events.append(event)
-            elif event.action.kind is Kind.WEIGHT_GRAD and place in passes:
-                before = events[passes[place]]
-                events[passes[place]] = replace(before, action=before.action._replace(kind=Kind.BOTH))
-        return events
+        """Everything that takes time in the first `batches` mini-batches."""
+        return [e for e in self.timeline.events if e.end > e.start and e.batch < self.batches]
 
     @property
     def rows(self) -> list[str]:
