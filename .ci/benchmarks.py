@@ -20,7 +20,7 @@ step_cost.parts --rounds 3
 runtime --stages 3 --rounds 1 --mib 0
 runtime.command --stages 2 --strategy 2-wise --batches 2 --rounds 1
 runtime.targets
-rules --seeds 1
+rules
 wire --ranks 2 --links 20ms --methods local --records steps.jsonl
 faults kills --runs 2
 faults soak --steps 30

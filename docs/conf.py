@@ -1,6 +1,6 @@
 """The manual: Sphinx, MyST and Furo. `make docs` builds it; warnings are errors.
 
-The sources are the pages of the whole repository, so that links between them lead to pages.
+The sources are the pages of the whole repository, so links between them open pages.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.harness import markdown
 from experiments.harness.claims import Claim, effect_text, holm
-from experiments.harness.experiment import Experiment, Job
+from experiments.harness.experiment import Experiment, Job, Result, Size
 from experiments.harness.store import Store
 from experiments.harness.trained import Trained
 from experiments.pictures import PICTURES
@@ -71,6 +71,7 @@ def verdict(claims: list[Claim]) -> str:
     return ", ".join(parts)
 
 
+Claims = dict[tuple[str, Size], list[Claim]]  # by experiment and size
 _BEGIN, _END = "<!-- the index: written by python -m experiments -->", "<!-- end of the index -->"
 
 
@@ -80,11 +81,17 @@ def write_index(folder: Path) -> None:
     The other words of these pages stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "README.md"
-    _replace(path, table(folder), f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n")
+    found = claims(folder)
+    _replace(folder / "README.md", table(folder, found), f"# The paper's results, run again\n\n{_BEGIN}\n{_END}\n")
     manual = folder.resolve().parent / "docs" / "paper.md"
     if manual.exists():
-        _replace(manual, claims_table(folder))
+        _replace(manual, claims_table(found))
+
+
+def claims(folder: Path) -> Claims:
+    """Return the claims of every experiment and size."""
+    jobs = [(one, Job(folder=folder, size=size)) for one in EXPERIMENTS.values() for size in one.sizes]
+    return {(one.name, job.size): one.claims(job) for one, job in jobs}
 
 
 def _replace(path: Path, table: str, empty: str = "") -> None:
@@ -97,28 +104,27 @@ def _replace(path: Path, table: str, empty: str = "") -> None:
     write_text(path, f"{before}{_BEGIN}\n\n{table}\n\n{_END}{after}")
 
 
-def claims_table(folder: Path) -> str:
+def claims_table(found: Claims) -> str:
     """Return a table in Markdown: every claim of the paper, what was found, and the verdict before and after Holm."""
     rows: list[tuple[object, ...]] = []
-    results = [(result, one) for one in EXPERIMENTS.values() for result in one.results]
-    for result, one in sorted(results, key=lambda pair: _order(pair[0].place)):
+    for result, one in _results():
         for size in one.sizes:
-            claims = one.claims(Job(folder=folder, size=size))
-            for claim, stays in zip(claims, holm(claims), strict=True):
-                if (
-                    claim.source.startswith(result.source)
-                    and claim.source != "ours"
-                    and claim.seeds + (not isnan(claim.effect))
-                ):
-                    page = f"[{one.name}, {size}](../experiments/{one.name}/{size}.md)"
-                    corrected = "" if claim.seeds < 2 or stays else "undecided"
-                    verdict = claim.verdict + (
-                        f"; {corrected} after Holm" if corrected not in ("", claim.verdict) else ""
-                    )
-                    rows.append(
-                        (claim.source, claim.text, claim.wanted, effect_text(claim), claim.seeds or "–", verdict, page)
-                    )
+            page = f"[{one.name}, {size}](../experiments/{one.name}/{size}.md)"
+            tested = found[one.name, size]
+            for claim, stays in zip(tested, holm(tested), strict=True):
+                if claim.source == "ours" or not claim.source.startswith(result.source) or isnan(claim.effect):
+                    continue
+                falls = claim.seeds > 1 and not stays and claim.verdict != "undecided"
+                verdict = f"{claim.verdict}; undecided after Holm" if falls else claim.verdict
+                effect = effect_text(claim)
+                rows.append((claim.source, claim.text, claim.wanted, effect, claim.seeds or "–", verdict, page))
     return markdown.table(("in the paper", "claim", "should be", "found", "seeds", "verdict", "record"), rows)
+
+
+def _results() -> list[tuple[Result, Experiment]]:
+    """Return all rows of the index with their experiments, in the order of the paper."""
+    results = [(result, one) for one in EXPERIMENTS.values() for result in one.results]
+    return sorted(results, key=lambda pair: _order(pair[0].place))
 
 
 def _order(place: str) -> tuple[bool, str, int]:
@@ -127,20 +133,19 @@ def _order(place: str) -> tuple[bool, str, int]:
     return not place, kind, int(number or 0)
 
 
-def table(folder: Path) -> str:
+def table(folder: Path, found: Claims) -> str:
     """Return a table in Markdown: every result, its status, its verdict."""
-    jobs = [(one, Job(folder=folder, size=size)) for one in EXPERIMENTS.values() for size in one.sizes]
-    states = {(one.name, job.size): (one.progress(job), one.claims(job)) for one, job in jobs}
+    states = {key: EXPERIMENTS[key[0]].progress(Job(folder=folder, size=key[1])) for key in found}
     rows: list[tuple[object, ...]] = []
-    results = [(result, one.name) for one in EXPERIMENTS.values() for result in one.results]
-    for result, name in sorted(results, key=lambda pair: _order(pair[0].place)):
+    for result, one in _results():
         status, verdicts = [], []
-        for size in EXPERIMENTS[name].sizes:
-            (done, total), claims = states[name, size]
+        for size in one.sizes:
+            done, total = states[one.name, size]
             if done:
+                own = [claim for claim in found[one.name, size] if claim.source.startswith(result.source)]
                 status.append(size if done == total else f"{size} ({done} of {total} runs)")
-                verdicts.append(f"{size}: {verdict([c for c in claims if c.source.startswith(result.source)])}")
-        where = f"[{name}]({name}/)"
+                verdicts.append(f"{size}: {verdict(own)}")
+        where = f"[{one.name}]({one.name}/)"
         rows.append((result.place, result.what, where, ", ".join(status) or "not run", "; ".join(verdicts) or "–"))
     for one in EXPERIMENTS.values():
         for waiting in one.waiting:

@@ -10,6 +10,7 @@ These are calls of the functions of this file, in the order of the numbers in th
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -30,7 +31,7 @@ SETTINGS = {
     "README.md": {"3.11", "2.11", "2.13", "2.15", "2010.04116"},
     "docs/choose.md": {"0.5", "0.02"},
     "docs/works.md": {"0.02", "95 %"},
-    "docs/links.md": {"0.5", "0.2", "8 %"},
+    "docs/links.md": {"0.5", "0.2"},
 }
 E1, E2, E4 = ("experiments/e1/medium.jsonl", "experiments/e2/medium.jsonl", "experiments/e4/small.jsonl")
 FRONTIER = "experiments/frontier/medium.jsonl"
@@ -78,11 +79,16 @@ def planning(method: str, stages: int) -> float:
     return float(row_of("benchmarks/planning/methods.md", "Latency 0", method)[f"A = {stages}"].split()[0])
 
 
+def more(heading: str, column: str, method: str) -> float:
+    """How much more than exact training a method of residual networks takes, by a table of E2, in per cent."""
+    rows = [row_of("experiments/e2/medium.md", heading, name) for name in (method, "end-to-end")]
+    own, exact = (float(row[column].split()[0]) for row in rows)
+    return 100 * (own / exact - 1)
+
+
 def work(method: str) -> float:
-    """How much more a residual network computes in a step than in exact training, in per cent."""
-    page = "experiments/e2/medium.md"
-    slots, exact = (float(row_of(page, "Work", name)["all"]) for name in (method, "end-to-end"))
-    return 100 * (slots / exact - 1)
+    """How much more is computed in a step."""
+    return more("Work", "all", method)
 
 
 def fit(kind: str) -> float:
@@ -92,49 +98,48 @@ def fit(kind: str) -> float:
 
 
 def longer(method: str) -> float:
-    """How much longer a step of the residual network is than an exact one, with priced heads and the best M, in per cent."""
-    column = "slots a step (M)"
-    page = "experiments/e2/medium.md"
-    slots, exact = (float(row_of(page, "Beyond the paper", name)[column].split()[0]) for name in (method, "end-to-end"))
-    return 100 * (slots / exact - 1)
+    """How much longer a step is, with priced heads and the best M."""
+    return more("Beyond the paper", "slots a step (M)", method)
 
 
-def steps(ranks: int, link: str, method: str, library: str = "nwise", size: str = "64KiB") -> Iterator[dict[str, Any]]:
-    """Rows of steps over real links, with stages of 20 ms."""
+Cell = tuple[str, int, str, float, str, str, int]  # library, ranks, size of messages, slot, link, method, M
+
+
+@cache
+def steps() -> dict[Cell, tuple[float, float]]:
+    """Steps over real links: their milliseconds, and their ratio to the least of the schedule."""
+    found: dict[Cell, list[dict[str, Any]]] = {}
     for row in records("benchmarks/wire/records/steps.jsonl"):
-        same = (row["ranks"], row["link"], row["method"], row["library"], row["size"])
-        if same == (ranks, link, method, library, size) and (row["source"], row["slot"]) == ("here", 0.02):
-            yield row
+        if row["source"] == "here":
+            key = ("library", "ranks", "size", "slot", "link", "method", "microbatches")
+            found.setdefault(tuple(row[name] for name in key), []).append(row)
+    return {
+        cell: (median(row["step_ms"] for row in rows), median(row["step_ms"] / (row["least_ms"] or 1) for row in rows))
+        for cell, rows in found.items()
+    }
+
+
+SLOW = ("20ms", "40ms", "80ms")
 
 
 def wire(method: str, link: str) -> float:
-    """Milliseconds of a step of four stages."""
-    return median(row["step_ms"] for row in steps(4, link, method) if row["microbatches"] in (1, 4))
+    """Milliseconds of a step of four stages of 20 ms; with four micro-batches where a method has them."""
+    found = {m: steps().get(("nwise", 4, "64KiB", 0.02, link, method, m)) for m in (1, 4)}
+    ms, _ = found[4] or found[1] or (math.nan, math.nan)
+    return ms
 
 
-def worst_ratio() -> float:
-    """The longest step over links of 20 ms or more, as a multiple of what its schedule says."""
-    cells: dict[tuple[Any, ...], list[float]] = {}
-    for row in records("benchmarks/wire/records/steps.jsonl"):
-        if row["source"] == "here" and row["library"] == "nwise" and row["link"] in ("20ms", "40ms", "80ms"):
-            key = (row["ranks"], row["size"], row["slot"], row["link"], row["method"], row["microbatches"])
-            cells.setdefault(key, []).append(row["step_ms"] / row["least_ms"])
-    return max(map(median, cells.values()))
+def worst_ratio(slot: float = 0.0) -> float:
+    """The longest step of nwise over links of 20 ms or more, as a multiple of its least; of stages with this slot or more."""
+    return max(
+        ratio for cell, (_, ratio) in steps().items() if cell[0] == "nwise" and cell[3] >= slot and cell[4] in SLOW
+    )
 
 
-def slowdown(ranks: int, which: Callable[[list[float]], float]) -> float:
-    """The least or largest ratio of torch's steps to nwise's over links of 20 ms or more."""
-    ratios = []
-    for link in ("20ms", "40ms", "80ms"):
-        for method in ("gpipe", "1f1b", "zero-bubble"):
-            found: dict[tuple[str, int], list[float]] = {}
-            for library in ("nwise", "torch"):
-                for row in steps(ranks, link, method, library):
-                    found.setdefault((library, row["microbatches"]), []).append(row["step_ms"])
-            for library, m in found:
-                if library == "torch":
-                    ratios.append(median(found["torch", m]) / median(found["nwise", m]))
-    return which(ratios)
+def slowdown(which: Callable[[list[float]], float]) -> float:
+    """The least or largest ratio of torch's steps to nwise's, four stages of 20 ms over links of 20 ms or more."""
+    torchs = [cell for cell in steps() if cell[:4] == ("torch", 4, "64KiB", 0.02) and cell[4] in SLOW]
+    return which([steps()[cell][0] / steps()["nwise", *cell[1:]][0] for cell in torchs])
 
 
 def late(link: str, method: str, messages: str = "none") -> float:

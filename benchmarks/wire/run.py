@@ -192,7 +192,7 @@ def tables(records: Sequence[Record]) -> str:
             lines.append(f"| {library} | {method} | {m} | {' | '.join(cells)} |")
         lines.append("")
         early = [row for row in rows if row["library"] == "nwise"]
-        if plans := [row for row in early if "planned_ms" in row]:
+        if slot and (plans := [row for row in early if "planned_ms" in row]):  # a plan knows no time of computing
             far = max(plans, key=lambda row: abs(log(row["planned_ms"] / row["step_ms"])))
             lines += [
                 f"A plan with the measured links predicts {far['planned_ms'] / far['step_ms']:.2f} of the step where it is "

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from experiments.e6.experiment import MEASURED_STEPS
 from experiments.harness.plots import legend, make_panels, style
-from experiments.t.timing import Row, fitted, window
+from experiments.t.timing import Row, fitted, plain, window
 from nwise.app.report.figures import COLOURS
 from nwise.schedule import Slot, paper_time
 
@@ -30,7 +30,7 @@ def modelled(row: Row, slot: Slot | None) -> float:
 
 def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
     """Draw the paper's figure of A = 4 and 6; with it costs as they are, and real networks."""
-    measured_rows = [row for row in rows if row["kind"] == "measured"]
+    measured_rows = plain(rows)
     titles = {
         ("virtual, paper costs", 4): "A = 4, paper's costs",
         ("virtual, paper costs", 6): "A = 6, paper's costs",
@@ -43,7 +43,7 @@ def measured_beside_modelled(rows: Sequence[Row], path: Path) -> None:
     with make_panels(len(titles), path, columns=2, width=3.6) as (_, panels):
         for axes, ((what, a), title) in zip(panels, titles.items(), strict=True):
             slot = None if "transformer" in what else fitted(rows, what)
-            for method in dict.fromkeys(row["method"] for row in measured_rows if not row["method"].endswith("-mean")):
+            for method in dict.fromkeys(row["method"] for row in measured_rows):
                 own = [row for row in measured_rows if (row["what"], row["A"], row["method"]) == (what, a, method)]
                 _points(axes, own, method, slot)
             axes.set(title=title, xlabel="micro-batches M", ylabel="ms per mini-batch (lines: modelled)")

@@ -215,13 +215,13 @@ def window(row: Row) -> int:
     return int(row["A"]) if row["method"] == "gpipe" else int(row["method"][0])
 
 
-def fitted(rows: Sequence[Row], what: str) -> Slot | None:
-    """Fit c0 and c1 to the measured rows of a kind; None if there are too few.
+def plain(rows: Sequence[Row]) -> list[Row]:
+    """Return the measured rows that the formula is for: with micro-batches the mean variant of N-wise takes longer."""
+    return [row for row in rows if row["kind"] == "measured" and not row["method"].endswith("-mean")]
 
-    The formula is that of plain N-wise: with micro-batches the mean variant takes longer.
-    """
-    rows = [
-        row for row in rows if row["kind"] == "measured" and row["what"] == what and not row["method"].endswith("-mean")
-    ]
-    cells = {(row["A"], row["M"], window(row)): row["seconds"] for row in rows}
+
+def fitted(rows: Sequence[Row], what: str) -> Slot | None:
+    """Fit c0 and c1 to the measured rows of a kind; None if there are too few."""
+    own = [row for row in plain(rows) if row["what"] == what]
+    cells = {(row["A"], row["M"], window(row)): row["seconds"] for row in own}
     return fit_slot(cells) if len({m for _, m, _ in cells}) > 1 else None
