@@ -65,6 +65,8 @@ class Reproduce:
     """Number of seeds; default: that of the experiment."""
     only: tuple[str, ...] = ()
     """Run only cells whose name has one of these texts in it, such as "2-wise" "seed 0"."""
+    paper_only: bool = False
+    """Leave out methods that the paper does not have."""
     redraw: bool = False
     """Run nothing, only write tables and figures from the existing records."""
     workers: int | None = None
@@ -86,6 +88,7 @@ class Reproduce:
             size=self.size,
             seeds=self.seeds,
             only=self.only,
+            paper_only=self.paper_only,
             redraw=self.redraw,
             workers=self.workers or (1 if torch.cuda.is_available() else num_cores()),
             on_progress=display.show_progress,

@@ -281,6 +281,23 @@ def test_recorded_cells_are_not_run_again(tmp_path: Path) -> None:
         experiment.reproduce(dataclasses.replace(job, only=("9-wise",)))
 
 
+@pytest.mark.parametrize("name", ["e2", "e6", "e7"])
+def test_paper_only_leaves_out_what_no_claim_of_the_paper_needs(name: str) -> None:
+    """The cells that stay are enough for every claim that is not ours; without a record a claim's effect is nan."""
+    experiment = EXPERIMENTS[name]
+    assert isinstance(experiment, Trained)
+    job = Job(folder=Path(experiments.__file__).parent)
+    of_paper = {cell.name for cell in experiment.cells(dataclasses.replace(job, paper_only=True, seeds=4))}
+    every = {cell.name for cell in experiment.cells(dataclasses.replace(job, seeds=4))}
+    assert of_paper < every
+    records = [
+        record for cell, record in experiment.store(job).records_for(experiment.cells(job)) if cell.name in of_paper
+    ]
+    runs = Runs([record for record in records if record is not None], "small", "cifar10")
+    missing = [claim for claim in experiment.parts.claims(runs) if math.isnan(claim.effect)]
+    assert {claim.source for claim in missing} == {"ours"}
+
+
 def test_diverged_run_is_recorded_as_worst() -> None:
     recipe = dataclasses.replace(tiny("end-to-end").recipe, optimizer=Adam(lr=1e30))
     record = measure(Cell(method="end-to-end", recipe=recipe))

@@ -62,7 +62,14 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e3",
     "E3, the accuracy of every head",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
+    Parts(
+        cells=cells,
+        claims=claims,
+        tables=tables,
+        draw=draw,
+        seeds=e2.EXPERIMENT.parts.seeds,
+        ours=e2.EXPERIMENT.parts.ours,
+    ),
     [Result("figure 6", "accuracy of every head (E3)", "figure 6")],
     owner="e2",
 )

@@ -254,7 +254,9 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e4",
     "E4, equal time and fine-tuning",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 4, "full": 4}),
+    Parts(
+        cells=cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "medium": 4, "full": 4}, ours=(SCALED,)
+    ),
     [
         Result("table 2", "equal time (E4)", "table 2"),
         Result("table 5", "grid of fine-tuning (E4)", "table 5"),

@@ -74,7 +74,14 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e5",
     "E5, ensembles of the top heads",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e2.EXPERIMENT.parts.seeds),
+    Parts(
+        cells=cells,
+        claims=claims,
+        tables=tables,
+        draw=draw,
+        seeds=e2.EXPERIMENT.parts.seeds,
+        ours=e2.EXPERIMENT.parts.ours,
+    ),
     [Result("table 3", "ensembles (E5)", "table 3")],
     owner="e2",
 )

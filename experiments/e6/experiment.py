@@ -278,7 +278,14 @@ def all_cells(size: Size, seeds: int) -> list[Cell]:
 EXPERIMENT = Trained(
     "e6",
     "E6, Transformers on One Billion Word",
-    Parts(cells=all_cells, claims=claims, tables=tables, draw=draw, seeds={"small": 2, "full": 1}),
+    Parts(
+        cells=all_cells,
+        claims=claims,
+        tables=tables,
+        draw=draw,
+        seeds={"small": 2, "full": 1},
+        ours=(*BEYOND[1:], HOGWILD_FORMS[1]),
+    ),
     [
         Result("figure 7", "perplexity and step time against stages (E6)", "figure 7"),
         Result("figure 8", "equal time against equal steps (E6)", "figure 8"),

@@ -62,7 +62,14 @@ def draw(runs: Runs, path: Path) -> None:
 EXPERIMENT = Trained(
     "e7",
     "E7, Hogwild on Transformers",
-    Parts(cells=cells, claims=claims, tables=tables, draw=draw, seeds=e6.EXPERIMENT.parts.seeds),
+    Parts(
+        cells=cells,
+        claims=claims,
+        tables=tables,
+        draw=draw,
+        seeds=e6.EXPERIMENT.parts.seeds,
+        ours=e6.EXPERIMENT.parts.ours,
+    ),
     [
         Result("table 4", "Hogwild (E7)", "table 4"),
         Result("", "ours: the paper's form of Hogwild against a milder one", "ours"),

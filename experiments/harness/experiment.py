@@ -26,6 +26,7 @@ class Job:
         size: small, an hour of two cores for all; medium, some evenings of them for each; or full, on a GPU.
         seeds: number of seeds; None for the experiment's own number.
         only: texts of which a cell's name should contain one; none for all cells.
+        paper_only: whether methods that the paper does not have are left out.
         redraw: run nothing, only write tables and figures from the records.
         workers: number of processes at once.
         on_progress: function called with a cell's name, its steps done, and all its steps.
@@ -37,6 +38,7 @@ class Job:
     size: Size = "small"
     seeds: int | None = None
     only: tuple[str, ...] = ()
+    paper_only: bool = False
     redraw: bool = False
     workers: int = 1
     on_progress: OnProgress = lambda name, done, total: None

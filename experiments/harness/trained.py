@@ -32,6 +32,7 @@ class Parts:
         tables: likewise, as Markdown.
         draw: likewise, the figures: into files that begin with a path.
         seeds: number of seeds by default, for every size that the experiment has.
+        ours: methods that the paper does not have, which a job can leave out.
     """
 
     cells: Callable[[Size, int], list[Cell]]
@@ -39,6 +40,7 @@ class Parts:
     tables: Callable[[Runs], str]
     draw: Callable[[Runs, Path], None] = lambda runs, path: None
     seeds: dict[Size, int] = field(default_factory=lambda: {"small": 3, "full": 3})
+    ours: tuple[str, ...] = ()
 
 
 class Trained(Experiment):
@@ -59,7 +61,8 @@ class Trained(Experiment):
 
     def all_cells(self, job: Job, seeds: int) -> list[Cell]:
         """Return all cells of the size of a job, for so many seeds."""
-        return self.parts.cells(job.size, seeds)
+        left_out = self.parts.ours if job.paper_only else ()
+        return [cell for cell in self.parts.cells(job.size, seeds) if cell.method not in left_out]
 
     def cells(self, job: Job) -> list[Cell]:
         """Return all cells of a job: trials, then runs, a seed after the other."""
@@ -122,7 +125,7 @@ class Trained(Experiment):
         store = self.store(job)
         seeds = (record.get("seed", 0) for record in store.read())
         last = max((seed for seed in seeds if seed < TRIAL_SEED), default=0)
-        cells = self.all_cells(job, max(self.parts.seeds[job.size], last + 1))
+        cells = self.all_cells(replace(job, paper_only=False), max(self.parts.seeds[job.size], last + 1))
         records = [record for _, record in store.records_for(cells) if record is not None]
         sources = dict.fromkeys(record["config"]["data"].get("source", "") for record in records)
         return [
