@@ -37,9 +37,9 @@ from experiments.index import experiment
 from experiments.width import experiment as width
 from nwise.app.report.figures import flow_figure, method_colour, new_figure
 from nwise.app.report.grid import Picture, schedule_figure
-from nwise.schedule import Costs
+from nwise.schedule import TRANSFORMER, Costs
 from nwise.schedule.find import method_schedule
-from nwise.strategies import EndToEnd, Local, NWise
+from nwise.strategies import EndToEnd, Local, NWise, strategy
 
 ROOT = Path(__file__).parents[1]
 Lines = Mapping[str, Sequence[tuple[float, float]]]
@@ -113,6 +113,33 @@ def latency(path: Path) -> None:
         axes.set_xlabel("latency of the link")
         axes.legend(frameon=False, fontsize=9, handlelength=3.2)
         axes.set_title("A step of four stages of 20 ms, over real links")
+
+
+def two(path: Path) -> None:
+    """Draw the measured steps of two stages over real links, and the step of one device that has both."""
+    rows = [
+        row for row in _records("wire/records/steps.jsonl") if row["source"] == "here" and row["library"] == "nwise"
+    ]
+    rows = [row for row in rows if (row["ranks"], row["size"], row["slot"]) == (2, "64KiB", 0.02)]
+    links = {"1ms": "1 ms, 1 Gbit/s", "20ms": "20 ms, 200 Mbit/s", "80ms": "80 ms, 20 Mbit/s"}
+    costs = Costs(**rows[0]["costs"])
+    alone = method_schedule("end-to-end", num_stages=2, num_microbatches=1, costs=costs, placement=(0, 0))
+    looks: dict[str, Any] = {"facecolor": "#999999"}
+    bars = [("one device alone", [1e3 * alone.period] * len(links), looks)]
+    shown = {"zero-bubble": "exact", "end-to-end-delay-1": "end-to-end, one update late", "local": "local"}
+    for method, text in shown.items():
+        mine = [row for row in rows if row["method"] == method]
+        found = [median(row["step_ms"] for row in mine if row["link"] == one) for one in links]
+        looks = {"facecolor": method_colour(method), "hatch": "///" if "delay" in method else ""}
+        bars.append((text, found, looks))
+    with make_panels(1, path, width=6.4, height=2.8) as (_, [axes]):
+        for k, (text, found, looks) in enumerate(bars):
+            places = [i + (k - 1.5) * 0.21 for i in range(len(links))]
+            axes.bar_label(axes.bar(places, found, 0.2, label=text, edgecolor="white", **looks), fmt="%.0f", fontsize=8)
+        axes.set_xticks(range(len(links)), links.values())
+        axes.set_ylabel("milliseconds per step")
+        axes.grid(visible=False, axis="x")
+        axes.legend(frameon=False, fontsize=9)
 
 
 def seconds(path: Path) -> None:
@@ -242,12 +269,18 @@ def convolutional(path: Path) -> None:
     forest([_claims("e1", "medium"), _claims("e2", "medium")], "points of accuracy", path)
 
 
-def schedules(path: Path) -> None:
-    """Draw 2-wise above two exact pipelines; every action takes one unit of time."""
-    options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 2, "costs": Costs(1, 1, 1, 1)}
-    schedule_figure(
-        [Picture(name, method_schedule(name, **options), 2) for name in ("2-wise", "zero-bubble", "1f1b")], path
+def _at_best(name: str) -> Picture:
+    """Return two mini-batches of a method on four stages, at its best number of micro-batches."""
+    options = (
+        method_schedule(name, num_stages=4, num_microbatches=m, costs=TRANSFORMER.split_in(m)) for m in (1, 2, 4, 8, 16)
     )
+    schedule = min(options, key=lambda one: one.period)
+    return Picture(f"{name}, M = {schedule.num_microbatches}", schedule, 2)
+
+
+def schedules(path: Path) -> None:
+    """Draw two mini-batches of four methods."""
+    schedule_figure(list(map(_at_best, ("local", "2-wise", "zero-bubble", "end-to-end-delay-1"))), path)
 
 
 def _photograph(page: Path, path: Path) -> None:
@@ -286,10 +319,14 @@ def explorer(path: Path) -> None:
         _photograph(Path(folder, "explore.html"), path)
 
 
+# Of the manual's second figure of flows; the README's has the other four.
+_STRATEGIES = ("2-wise-mean", "3-wise-mean", "deep-supervision", "blocks-2", "rotating-2")
+
 # The records that a figure draws; the others draw schedules and flows, and nothing measured.
 _TRAINED = ("experiments/frontier/medium.jsonl", "experiments/width/medium.jsonl")
 SOURCES: dict[str, tuple[str, ...]] = {
     "latency": ("benchmarks/wire/records/steps.jsonl",),
+    "two": ("benchmarks/wire/records/steps.jsonl",),
     "seconds": ("benchmarks/wire/records/losses.jsonl",),
     "stages": ("benchmarks/planning/records/methods.jsonl",),
     "equal-time": _TRAINED,
@@ -297,11 +334,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 FIGURES: dict[str, Callable[[Path], None]] = {
     "latency": latency,
+    "two": two,
     "seconds": seconds,
     "stages": stages,
     "equal-time": equal_time,
     "claims": convolutional,
     "flow": partial(flow_figure, [Local(), NWise(2), NWise(3), EndToEnd()], 4),
+    "strategies": partial(flow_figure, [strategy(name) for name in _STRATEGIES], 4),
     "schedule": schedules,
     "report": report,
     "explore": explorer,

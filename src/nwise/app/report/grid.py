@@ -158,7 +158,7 @@ def schedule_figure(pictures: Sequence[Picture], path: Path) -> None:
     events = [event for picture in pictures for event in picture.events]
     longest = max(event.end for event in events)
     shortest = min(event.end - event.start for event in events if event.action.kind is not Kind.UPDATE)
-    width = min(24.0, max(5.0, 0.26 * longest / shortest))
+    width = min(12.0, max(5.0, 0.26 * longest / shortest))
     heights = [0.24 * len(picture.rows) + 0.9 for picture in pictures]
     # If M = 1, all numbers of micro-batches are 0; the grid then numbers mini-batches.
     whole = [picture.schedule.num_microbatches == 1 for picture in pictures]
