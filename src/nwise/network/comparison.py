@@ -18,7 +18,7 @@ from nwise.modes import training
 from nwise.network.outline import StandIn
 from nwise.network.route import buffers_of
 from nwise.network.section import Section
-from nwise.randomness import preserved, random_states, restoring
+from nwise.randomness import preserved, random_states, restoring, seed_all
 from nwise.tensors import Tensors, as_tuple, each, invoke
 
 
@@ -39,14 +39,14 @@ def refuse_difference(
         message = each(example, torch.clone)
         for k, stage in enumerate(stages):
             own = stage.pieces() if isinstance(stage, Section) else {"": stage}
-            with _seeding(k, own, {*message}):
+            with _seeding(k, own, {*message}, device):
                 output = invoke(stage, message)
             if k + 1 < len(stages):
                 message = as_tuple(output, f"The output of stage {k}")
         return output
 
     def at_once() -> Any:
-        with _seeding(0, {}, set()):
+        with _seeding(0, {}, set(), device):
             return whole()
 
     with training(model, *stages), torch.enable_grad():
@@ -70,7 +70,7 @@ def refuse_difference(
 
 
 @contextmanager
-def _seeding(stage: int, own: Mapping[str, nn.Module], received: set[Tensor]) -> Iterator[None]:
+def _seeding(stage: int, own: Mapping[str, nn.Module], known: set[Tensor], device: torch.device) -> Iterator[None]:
     """Seed all generators around every module, so random numbers do not depend on which modules ran before.
 
     What the network's own code draws before a stage's modules has another seed in every stage, as in a step. So a value that is
@@ -79,7 +79,8 @@ def _seeding(stage: int, own: Mapping[str, nn.Module], received: set[Tensor]) ->
     Args:
         stage: number of the stage.
         own: modules that the stage calls, by name.
-        received: what the stage received.
+        known: what the stage received.
+        device: device of the network.
     """
 
     inside = {part for module in own.values() for part in module.modules()}
@@ -88,10 +89,11 @@ def _seeding(stage: int, own: Mapping[str, nn.Module], received: set[Tensor]) ->
         same = (
             module in inside
             or (isinstance(module, StandIn) and module.name in own)
-            or any(x in received for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            or any(x in known for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
         )
         number = 0 if same else stage
-        torch.manual_seed(number)
+        # `torch.manual_seed` would format a traceback each time, which takes longer than a layer.
+        seed_all(number, device)
         random.seed(number)
         np.random.seed(number)  # noqa: NPY002 - networks draw from it, too
 
